@@ -1,0 +1,122 @@
+"""Groups of sampled answers: one prefill per prompt, cached decoding, and what the policy thought of every token it sampled.
+
+`python rollout.py RUN` answers questions that you type, with a trained run's model.
+
+Shapes: P prompts, G answers per prompt, B = P * G answers, R rows still being written, T padded length, D hidden size, V vocabulary.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from gmts import token_stats
+from model import KVCache
+
+STEPS_PER_CHECK = 8   # how often the host asks the device who has finished; each question waits for the device
+
+
+@dataclass
+class Rollout:
+    """A batch of sampled answers, right-padded.  Entry t of a (B, T) field belongs to tokens[:, t], given the tokens before it."""
+    tokens: torch.Tensor           # (B, T) prompt, answer, then padding that no mask includes (its id, 0, is an ordinary token)
+    prompt_lengths: torch.Tensor   # (B,)
+    answer_mask: torch.Tensor      # (B, T) bool: the sampled tokens, first EOS included, nothing after it
+    logprobs: torch.Tensor         # (B, T) nats, at the sampling temperature, before top-p; 0 outside answer_mask
+    entropy: torch.Tensor          # (B, T) nats, likewise
+    logit_grad_norm: torch.Tensor  # (B, T) likewise
+    finished: torch.Tensor         # (B,) bool: ended by an EOS and not by the length limit
+
+    def take_rows(self, rows):
+        """The rollout of the given rows only."""
+        return Rollout(**{name: value[rows] for name, value in vars(self).items()})
+
+    def answers(self):
+        """The sampled ids of each row, EOS included: list of B lists."""
+        tokens, starts = self.tokens.tolist(), self.prompt_lengths.tolist()
+        return [row[s:s + n] for row, s, n in zip(tokens, starts, self.answer_mask.sum(dim=1).tolist())]
+
+
+def sample(logits, temperature=1.0, top_p=1.0, generator=None):
+    """One token id per row of logits (R, V).  temperature 0 is argmax; top_p keeps the smallest set that holds that much probability."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)                                                # (R,)
+    p = torch.softmax(logits.float() / temperature, dim=-1)                         # (R, V)
+    if top_p < 1:
+        ordered, index = p.sort(dim=-1, descending=True)                            # (R, V)
+        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0                      # what precedes the token already suffices
+        p = torch.zeros_like(p).scatter(-1, index, ordered)
+    # Inverse CDF: one random number per row, not one per token.  The target is in (0, total], and the first entry that reaches it
+    # is larger than the entry before it, so a token of probability 0 can never be drawn.
+    cdf = p.cumsum(dim=-1)                                                          # (R, V)
+    target = cdf[:, -1:] * (1 - torch.rand(len(p), 1, generator=generator, device=p.device))   # (R, 1)
+    return torch.searchsorted(cdf, target)[:, 0]                                    # (R,)
+
+
+def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.0, top_p=1.0, generator=None):
+    """Sample `group_size` answers to each prompt (a list of token ids); rows in prompt order, the G answers of a prompt together.
+
+    Answers end with one of `eos_ids` (kept) or after `max_new_tokens`.  ValueError when prompt and answer do not fit the context or
+    a prompt is empty; FloatingPointError, naming the step, when the logits are not numbers.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("every prompt needs at least one token")
+    device, width = model.embed.weight.device, max(map(len, prompts))
+    if width + max_new_tokens > model.config.max_position_embeddings:
+        raise ValueError(f"a prompt of {width} and {max_new_tokens} new tokens do not fit the context of "
+                         f"{model.config.max_position_embeddings}")
+    with torch.inference_mode():
+        sampled, stats = _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator)
+    # Outside inference mode, so that the results may enter a graph.
+    is_eos = torch.isin(sampled, torch.tensor(eos_ids, device=device))              # (B, new)
+    live = is_eos.cumsum(dim=1) - is_eos.long() == 0                                # (B, new) nothing after the first EOS
+    lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group_size)   # (B,)
+    T = int((lengths + live.sum(dim=1)).max())
+    tokens = torch.zeros(len(lengths), T, dtype=torch.long, device=device)          # (B, T)
+    tokens[:, :width] = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device).repeat_interleave(group_size, 0)
+    row, step = live.nonzero(as_tuple=True)                                         # (N,) each
+    column = lengths[row] + step                                                    # (N,)
+    tokens[row, column] = sampled[row, step]
+    fields = torch.zeros(3, *tokens.shape, device=device)                           # (3, B, T)
+    fields[:, row, column] = stats[:, row, step]
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[row, column] = True
+    return Rollout(tokens, lengths, mask, *fields, finished=(is_eos & live).any(dim=1))
+
+
+def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator):
+    """The loop itself: sampled ids (B, new) and their logprob, entropy, logit_grad_norm (3, B, new); rubbish after a row's EOS."""
+    device, width = model.embed.weight.device, max(map(len, prompts))
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else model.embed.weight.dtype
+    padding = torch.tensor([width - len(p) for p in prompts], device=device)        # (P,)
+    cache = KVCache(model.config, padding, width, dtype)
+    left_padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)   # (P, width)
+    hidden = model(left_padded, cache)[:, -1]                                       # (P, D)
+    repeat = torch.arange(len(prompts), device=device).repeat_interleave(group_size)           # (B,)
+    cache, hidden = cache.take_rows(repeat, width + max_new_tokens), hidden[repeat]
+    eos = torch.tensor(eos_ids, device=device)
+    rows = torch.arange(len(repeat), device=device)                                 # (R,) which answers are still being written
+    sampled = torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=device)          # (B, new)
+    stats = torch.zeros(3, *sampled.shape, device=device)                           # (3, B, new)
+    first, ids, values = 0, [], []                                                  # what was sampled since the last check
+    for step in range(max_new_tokens):
+        logits = model.logits(hidden).float()                                       # (R, V)
+        ids.append(sample(logits, temperature, top_p, generator))                   # (R,)
+        values.append(torch.stack(token_stats(logits / (temperature or 1.0), ids[-1])))        # (3, R)
+        last = step == max_new_tokens - 1
+        if last or len(ids) == STEPS_PER_CHECK:
+            chunk = torch.stack(ids, dim=1)                                         # (R, chunk)
+            sampled[rows, first:step + 1] = chunk
+            stats[:, rows, first:step + 1] = torch.stack(values, dim=2)             # (3, R, chunk)
+            wrong = stats[1, :, first:step + 1].isnan().any(dim=0)
+            if wrong.any():
+                raise FloatingPointError(f"the logits of step {first + int(wrong.nonzero()[0])} are not numbers (NaN or inf)")
+            alive = (~torch.isin(chunk, eos).any(dim=1)).nonzero()[:, 0]            # (R',)
+            first, next_ids, ids, values = step + 1, ids[-1], [], []
+            if last or not len(alive):
+                break
+            if len(alive) < len(rows):                                              # finished rows leave the batch
+                rows, cache, next_ids = rows[alive], cache.take_rows(alive), next_ids[alive]
+        else:
+            next_ids = ids[-1]
+        hidden = model(next_ids[:, None], cache)[:, 0]                              # (R, D)
+    return sampled, stats
