@@ -7,6 +7,7 @@ Shapes: P prompts, G answers per prompt, B = P * G answers, R rows still being w
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from gmts import token_stats
 from model import KVCache
@@ -29,10 +30,17 @@ class Rollout:
         """The rollout of the given rows only."""
         return Rollout(**{name: value[rows] for name, value in vars(self).items()})
 
+    @staticmethod
+    def join(rollouts):
+        """One rollout with the rows of several, padded to the widest."""
+        T = max(r.tokens.shape[1] for r in rollouts)
+        return Rollout(**{name: torch.cat([F.pad(value, (0, T - value.shape[1])) if value.dim() == 2 else value
+                                           for value in (vars(r)[name] for r in rollouts)]) for name in vars(rollouts[0])})
+
     def answers(self):
-        """The sampled ids of each row, EOS included: list of B lists."""
-        tokens, starts = self.tokens.tolist(), self.prompt_lengths.tolist()
-        return [row[s:s + n] for row, s, n in zip(tokens, starts, self.answer_mask.sum(dim=1).tolist())]
+        """The sampled ids of each row, a closing EOS left out: list of B lists, ready to be decoded."""
+        ends = self.prompt_lengths + self.answer_mask.sum(dim=1) - self.finished.long()             # (B,)
+        return [row[s:e] for row, s, e in zip(self.tokens.tolist(), self.prompt_lengths.tolist(), ends.tolist())]
 
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
@@ -120,3 +128,47 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
             next_ids = ids[-1]
         hidden = model(next_ids[:, None], cache)[:, 0]                              # (R, D)
     return sampled, stats
+
+
+# --------------------------------------------------------------------------------------------- reading sampled answers once more
+
+def token_logits(model, tokens, row, column, forward=None):
+    """Logits (N, V), fp32, of the tokens at (row, column) (N,) of tokens (B, T); no other position meets the vocabulary."""
+    hidden = (forward or model)(tokens[:, :-1])                                                  # (B, T - 1, D)
+    return model.logits(hidden[row, column - 1]).float()                            # (N, V)
+
+
+def score(model, rollout, temperature=1.0):
+    """logprobs, entropy, logit_grad_norm (3, B, T) of the sampled tokens under `model`, which may have moved on; no gradient."""
+    scores = torch.zeros(3, *rollout.tokens.shape, device=rollout.tokens.device)    # (3, B, T)
+    with torch.no_grad():
+        for rows, T in micro_batches(rollout.answer_mask, position_budget(model)):
+            r, t = rollout.answer_mask[rows, :T].nonzero(as_tuple=True)             # (N,) each
+            logits = token_logits(model, rollout.tokens[rows, :T], r, t) / temperature                  # (N, V)
+            scores[:, rows[r], t] = torch.stack(token_stats(logits, rollout.tokens[rows[r], t]))
+    return scores
+
+
+def micro_batches(mask, budget):
+    """Split the rows of mask (B, T) so that at most `budget` positions are computed at once: yields rows (R,) and their width.
+
+    A row needs the positions up to its last marked token; one without a marked token is left out, and rows of like widths go
+    together, so that little is computed for padding.  No result may depend on this split.
+    """
+    column = torch.arange(1, mask.shape[1] + 1, device=mask.device)                 # (T,)
+    widths, order = (mask * column).amax(dim=1).sort(descending=True, stable=True)  # (B,) each
+    order = order[widths > 0]
+    widths = widths[widths > 0].tolist()
+    while widths:
+        n = max(1, budget // widths[0])
+        yield order[:n], widths[0]
+        order, widths = order[n:], widths[n:]
+
+
+def position_budget(model):
+    """Token positions that one forward and backward may hold: from a GPU's free memory, or what a CPU's cache likes."""
+    c, device = model.config, model.embed.weight.device
+    if device.type != "cuda":
+        return 2048
+    floats = c.num_hidden_layers * (12 * c.hidden_size + 6 * c.intermediate_size) + 3 * c.vocab_size    # kept for the backward
+    return max(c.max_position_embeddings, torch.cuda.mem_get_info(device)[0] // (8 * floats))           # half of it at most

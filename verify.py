@@ -1,0 +1,320 @@
+"""Problems with known answers, and the verifier that turns an answer into a reward.
+
+Three domains of generated problems stand in for the math, code and commonsense data of the GMTS paper. The level (1 to
+8) is the number of steps; a worked solution writes down one small result per step, then marks the answer:
+    math    Ann has 7 nuts, finds 5, loses 3. How many?       7+5=12 12-3=9 #### 9
+    code    a=3 / b=8 / for i in range(2):b=b+a / print(b)    i=0 8+3 b=11 i=1 11+3 b=14 #### 14
+    logic   Bo to Cy, Ed to Fe, Al to Bo. Al ends at?         Al>Bo Bo>Cy #### Cy
+`load_problems` reads other people's problems: GSM8K and MATH files as published. `reward` compares the last marked
+answer of a text with the gold answer, exactly where both are numbers; nothing in the text is ever run.
+`python verify.py` shows samples of all three domains, graded.
+"""
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+from collections import namedtuple
+from fractions import Fraction
+
+DOMAINS = ("math", "code", "logic")
+LEVELS = range(1, 9)
+TOP = 29  # math and code stay in 0..TOP: a small model has few sums to learn and can spend itself on the chain
+Problem = namedtuple("Problem", "question solution answer")  # three texts; the solution ends in the marked answer
+
+# --- The three domains ---
+# `_shapes` lists the kinds of problem of a level, with how many there are of each. A domain's function turns a kind and
+# a number below that count into a problem; None where there is no proper one (a value leaves 0..TOP, say). Start values
+# come from the whole range and no operation occurs twice, so that a long chain is only more of the same steps.
+_CHANGES = [f"{sign}{digit}" for sign in "+-" for digit in range(1, 10)] + ["*2"]
+_PEOPLE, _THINGS = ("Ann", "Bob", "Cal", "Dee"), ("nuts", "figs", "pens", "eggs")
+_VERBS = {"+": ("finds", "gets", "buys"), "-": ("loses", "gives", "sells")}
+_OPERATIONS = [f"{left}{sign}{right}" for left in "ab" for sign in "+-" for right in "12345ab" if right != left]
+_STATEMENTS = [f"{target}={operation}" for target in "ab" for operation in _OPERATIONS + ["a*2", "b*2"]]  # "b=a+4"
+_TESTS = [f"{name}>{bound}" for name in "ab" for bound in (4, 9, 14, 19)]
+_NAMES = "Al Bo Cy Di Ed Fe Gi Hu Ik Jo Ky Lu Mo Ni Oz Pa Ro Si Ty Ul Vi Wu Xi Yu Zo".split()
+
+
+def _shapes(domain, level):
+    if domain == "math":
+        return [(level, (TOP + 1) * math.perm(len(_CHANGES), level))]
+    if domain == "logic":
+        return [(level, math.perm(len(_NAMES), level + 5))]
+    shapes = []  # of programs, a character a line: 1 is plain, ? an `if`, 2 or 3 a loop of so many rounds
+    for special in ("", "?", "2", "3", "2?", "3?"):
+        plain = level - sum(1 if line == "?" else int(line) for line in special)
+        for shape in sorted(set(itertools.permutations(special + "1" * plain))) if plain >= 0 else []:
+            count = 2 * (TOP + 1) ** 2 * len(_TESTS) ** shape.count("?") * math.perm(len(_STATEMENTS), len(shape))
+            shapes.append((shape, count))
+    return shapes
+
+
+def _pick(number, options, count):
+    """Choose `count` different options, in order: one choice for each number below math.perm(len(options), count)."""
+    options, chosen = list(options), []
+    for _ in range(count):
+        number, place = divmod(number, len(options))
+        chosen.append(options.pop(place))
+    return chosen
+
+
+def _compute(left, sign, right):
+    value = {"+": left + right, "-": left - right, "*": left * right}[sign]
+    return value if 0 <= value <= TOP and right <= 9 else None
+
+
+def _math_problem(level, number, rng):
+    number, start = divmod(number, TOP + 1)
+    changes, values = _pick(number, _CHANGES, level), [start]
+    for change in changes:
+        values.append(_compute(values[-1], change[0], int(change[1])))
+        if values[-1] is None:
+            return None
+    if rng.random() < 0.5:
+        question = "(" * (level - 1) + f"{start}{')'.join(changes)}=?"  # ((7+5)-3)*2=?
+    else:
+        question = f"{rng.choice(_PEOPLE)} has {start} {rng.choice(_THINGS)}"
+        for sign, digit in changes:
+            question += ", doubles them" if sign == "*" else f", {rng.choice(_VERBS[sign])} {digit}"
+        question += ". How many?"
+    steps = [f"{left}{change}={value}" for left, change, value in zip(values, changes, values[1:])]
+    return f"{start}{changes}", question, steps, str(values[-1])
+
+
+def _code_problem(shape, number, rng):
+    number, printed = divmod(number, 2)
+    number, a = divmod(number, TOP + 1)
+    number, b = divmod(number, TOP + 1)
+    number, test = divmod(number, len(_TESTS)) if "?" in shape else (number, 0)
+    test, statements = _TESTS[test], _pick(number, _STATEMENTS, len(shape))
+    if len({statement[0] + statement[3:] for statement in statements}) < len(shape):
+        return None  # "a=b+3" and "a=a+3" could look the same in the worked solution
+    values, program, steps = {"a": a, "b": b}, [f"a={a}", f"b={b}"], []
+    for line, statement in zip(shape, statements):
+        target, _, left, sign, right = statement
+        head, leads = "", [""]  # what stands before the statement, and before each of its steps
+        if line == "?":
+            head, leads = f"if {test}:", [f"{values[test[0]]}{test[1:]} "]
+            if values[test[0]] <= int(test[2:]):
+                steps.append(leads.pop() + "no")
+        elif line != "1":
+            head, leads = f"for i in range({line}):", [f"i={i} " for i in range(int(line))]
+        program.append(head + statement)
+        for lead in leads:
+            operand = values[right] if right in values else int(right)
+            value = _compute(values[left], sign, operand)
+            if value is None:
+                return None
+            steps.append(f"{lead}{values[left]}{sign}{operand} {target}={value}")
+            values[target] = value
+    program = "\n".join(program + [f"print({'ab'[printed]})"])
+    return program, program, steps, str(values["ab"[printed]])
+
+
+def _logic_problem(level, number, rng):
+    names = _pick(number, _NAMES, level + 5)
+    chain, others = names[:-4], names[-4:]  # two more facts lead elsewhere, so that three names are followed by nothing
+    if others[0] > others[2]:
+        return None  # the same two facts the other way round
+    hops = [f"{left}>{right}" for left, right in zip(chain, chain[1:])]
+    facts = hops + [f"{others[0]}>{others[1]}", f"{others[2]}>{others[3]}"]
+    rng.shuffle(facts)
+    if rng.random() < 0.5:
+        question = ", ".join(facts).replace(">", " to ") + f". {chain[0]} ends at?"
+        return " ".join(names), question, hops, chain[-1]
+    choices = rng.sample([chain[-1], chain[-2], others[1]], 3)
+    question = " ".join(facts) + f". Last under {chain[0]}? A {choices[0]} B {choices[1]} C {choices[2]}"
+    return " ".join(names), question, hops, "ABC"[choices.index(chain[-1])]
+
+
+def make_problems(domain, level, n, seed, held_out=False):
+    """Draw n different problems of a domain and level: alike for equal seeds, and a larger n begins like a smaller one.
+    One problem in eight is held out, by a hash of the problem and not of its wording: training and held-out problems
+    never overlap, whatever the seeds. Four solutions in five show all steps; the others only results, or a box.
+    Raises ValueError for an unknown domain or level, or fewer than n problems. The problems are our own.
+    """
+    if domain not in DOMAINS or level not in LEVELS:
+        raise ValueError(f"no {domain} level {level}: choose from {', '.join(DOMAINS)}, {LEVELS[0]} to {LEVELS[-1]}")
+    generate = {"math": _math_problem, "code": _code_problem, "logic": _logic_problem}[domain]
+    shapes = _shapes(domain, level)
+    total = sum(count for _, count in shapes)
+    rng = random.Random(f"{domain} {level} {seed}")  # a text seeds alike in every process; hash() would not
+    seen, problems = set(), []
+    while len(problems) < n:
+        if len(seen) == total:
+            side = "held-out" if held_out else "training"
+            raise ValueError(f"{domain} level {level} has {len(problems)} {side} problems, {n} were asked for")
+        shape, count = rng.choice(shapes)
+        number = rng.randrange(count)
+        problem = None if (shape, number) in seen else generate(shape, number, rng)
+        seen.add((shape, number))
+        if problem is None:
+            continue
+        key, question, steps, answer = problem
+        style = rng.random()
+        if (hashlib.sha256(f"{domain} {key}".encode()).digest()[0] % 8 == 0) == held_out:
+            if style >= 0.9:
+                steps = [re.split("[=> ]", step)[-1] for step in steps]
+            mark = f"\\boxed{{{answer}}}" if 0.8 <= style < 0.9 else f"#### {answer}"
+            problems.append(Problem(question, " ".join(steps + [mark]), answer))
+    return problems
+
+
+# --- The verifier ---
+LONGEST_ANSWER = 200  # characters; nothing longer is an answer, so hostile text costs no more than plain text
+_MARK = re.compile(r"(?<!#)####(?!#)|\\boxed\s?\{|<answer>|\b(?:[Aa]nswer|ANSWER)\*{0,2}\s?(?:is\b|IS\b|:)[:*]{0,3}")
+
+
+def extract_answer(text):
+    """The last marked answer of a text, as written, or None where there is none (which is not the same as a wrong one).
+    Marks are `#### x` (GSM8K), `\\boxed{x}` (MATH), `<answer>x</answer>`, "answer is x" and "Answer: x". Only the last
+    counts: if it is empty or never closed there is no answer, whatever stood before, so trying several gains nothing.
+    """
+    mark = None
+    for mark in _MARK.finditer(text):
+        pass
+    if mark is None:
+        return None
+    rest = text[mark.end():mark.end() + 2 * LONGEST_ANSWER]  # enough to show that an answer is too long
+    depth, end = 1, 0  # a box ends at the brace that closes it, found by counting
+    while depth and end < len(rest):
+        depth += {"{": 1, "}": -1}.get(rest[end], 0)
+        end += 1
+    inside, tag, _ = (rest[:end - 1] if depth == 0 else rest).partition("</answer>")
+    if mark.group().startswith("\\"):
+        return None if depth else rest[:end - 1].strip() or None
+    if mark.group() == "<answer>":
+        return inside.strip() or None if tag else None
+    line_end = r"\n" if mark.group() == "####" else r"\n|[.!?]\s"  # words may go on: "The answer is 18. That is ..."
+    return re.split(line_end, inside.strip(), maxsplit=1)[0].strip() or None
+
+
+_DRESS = [(re.compile(pattern), plain) for pattern, plain in (
+    (r"[\u2212\u2013]", "-"),  # the Unicode minus, and the dash often typed for it
+    (r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r" \1\2/\3\4"),
+    (r"(?<=[0-9])(?:,?\\[,!]|\{,\})(?=[0-9]{3})", ","),  # 1\,000 and 1{,}000 are 1,000
+    (r"\^\{?\\circ\}?|\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox|boxed|left|right|q?quad)(?![A-Za-z])|\\[,;:! ]|~", " "),
+    (r"\\(?=[%$])|[{}]", ""),
+    (r"\*\*|[$\u20ac\u00a3\u00a5`\"]", " "),  # a space, so that nothing is joined across them
+)]
+_PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"  # 1,250.5 or 29. or .5
+_WORD, _REMARK = r"[a-z\u00df-\u00f6]+", r"[a-z\u00df-\u00f6\s%\u00b0.,;!'()/-]*"  # words after a number
+_NUMBER = re.compile(rf"([+-]?)\s*(?:([0-9]+)\s+(?=[0-9]+\s*/))?({_PLAIN})(?:\s*/\s*({_PLAIN}))?({_REMARK})")
+_JOINED_UNITS = set("c f cm mm m km kg g mg l ml ft in lb lbs oz s h hr min mph".split())  # 5kg, but 5k is 5,000
+# Words that make a number another one, or an answer one of several; so does any lone letter that is no unit
+_HEDGES = set("""or and to not nor no yes true false but vs either neither between maybe minus plus times over than half
+    pi squared dozen hundred thousand million billion trillion zero one two three four five six seven eight nine ten
+    eleven twelve am pm b d e i j k n o p q r t u v w x y z""".split())
+_CHOICE = re.compile(r"\(?([a-e]|yes|no|true|false)(?:[).,:]+(.*))?", re.DOTALL)  # B or (B) or B. or B) Cy
+
+
+def _read_number(text):
+    """The exact number a text begins with, if only a unit or remark follows, else None. ZeroDivisionError for 1/0."""
+    match = _NUMBER.fullmatch(text)
+    if not match:
+        return None
+    sign, whole, top, bottom, remark = match.groups()
+    words = re.findall(_WORD, remark)
+    if _HEDGES & set(words) or remark[:1].isalpha() and words[0] not in _JOINED_UNITS:
+        return None
+    number = int(whole or 0) + Fraction(top.replace(",", "")) / Fraction((bottom or "1").replace(",", ""))
+    return -number if sign == "-" else number
+
+
+def _read(text):
+    """What a text says, as a tuple that equals another just when both say the same; None if it says nothing."""
+    if len(text) > LONGEST_ANSWER:
+        return None
+    for pattern, plain in _DRESS:
+        text = pattern.sub(plain, text)
+    text = text.casefold().strip(" \t\r\n*'_").rstrip(" .,;:!?*'_")
+    text = re.sub(r"^(?:(?:option|choice)\s+|(?:[a-z]\s*)?=\s*)", "", text)  # x = 73
+    text = re.sub(r"^\(([^()]*)\)$", r"\1", text)  # (73)
+    try:
+        for separator in ":,":  # a number alone, a time or ratio; then a pair or more
+            numbers = [_read_number(part.strip()) for part in text.split(separator)]
+            if None not in numbers:
+                return separator, *numbers
+    except ZeroDivisionError:
+        return None
+    choice = _CHOICE.fullmatch(text)
+    if choice and not (_HEDGES | set("ac")) & set(re.findall(_WORD, choice[2] or "")):
+        return "choice", choice[1]
+    return ("text", "".join(text.split())) if text else None
+
+
+def answers_match(answer, gold):
+    """Whether two answers say the same: equal numbers (exactly), choices or tuples, or else texts. Never raises. Units,
+    percent signs (10% is 10), case, spaces and LaTeX dress are read over. Candidates ("5 or 6") match neither;
+    what cannot be read ("", "1/0", 5,000 digits) matches nothing, not even itself."""
+    value = _read(answer)
+    return value is not None and value == _read(gold)
+
+
+def reward(text, gold):
+    """1.0 if the last marked answer of a sampled text (never pass its prompt) matches the gold answer, else 0.0.
+    Right or wrong, nothing for form: the R of the GMTS paper, and the one function a fork replaces. Never raises.
+    """
+    answer = extract_answer(text)
+    return 1.0 if answer is not None and answers_match(answer, gold) else 0.0
+
+
+# --- Problems from files ---
+def load_problems(path):
+    """Read a JSON Lines file, one object a line: `question` or `problem`, with `answer` or `solution` or both.
+    GSM8K (`answer` ends in "#### 18", arXiv 2110.14168), MATH (boxed `solution`, arXiv 2103.03874), bare answers:
+    all load as they are. Raises ValueError with file and line for all else or for no problem; OSError as `open` does.
+    """
+    problems = []
+    with open(path, "rb") as file:  # one line of bytes at a time: any locale, any size
+        for number, line in enumerate(file, start=1):
+            try:
+                line = line.decode("utf-8-sig").strip()
+                if line:
+                    problems.append(_problem_from(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                kind = "not JSON: " if isinstance(error, json.JSONDecodeError) else ""
+                raise ValueError(f"{path}, line {number}: {kind}{error}") from None
+    if not problems:
+        raise ValueError(f"{path}: no problems in it")
+    return problems
+
+
+def _problem_from(record):
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    texts = []
+    for name, other in (("question", "problem"), ("solution", "answer"), ("answer", "solution")):
+        text = record.get(name, record.get(other))
+        text = str(text) if type(text) in (int, float) else text
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f'no text under "{name}" or "{other}"')
+        texts.append(text.strip())
+    question, solution, answer = texts
+    gold = extract_answer(answer) if _MARK.search(answer) or "answer" not in record else answer
+    if gold is None or _read(gold) is None:
+        raise ValueError("no answer that can be read")
+    if extract_answer(solution) is None:
+        solution = f"#### {gold}" if solution == answer else f"{solution}\n#### {gold}"
+    return Problem(question, solution, gold)
+
+
+def main():
+    """Print problems of each domain, and the grades of right, wrong, missing and evasive answers to the last one."""
+    for domain in DOMAINS:
+        print(f"\n=== {domain} " + "=" * (70 - len(domain)))
+        for level in (1, 3, 6):
+            for problem in make_problems(domain, level, 2, seed=0):
+                print(f"\n[level {level}] " + problem.question.replace("\n", "\n          "))
+                print(f"  worked: {problem.solution}")
+        gold = problem.answer
+        print(f"\n  answers to the last one (gold: {gold})")
+        for text in (problem.solution, f"The answer is **{gold}**.", "#### 40", f"It must be {gold}.",
+                     f"#### {gold} or 40", f"\\boxed{{{gold}", f"#### {gold} #### 40"):
+            verdict = "no answer" if extract_answer(text) is None else "right" if reward(text, gold) else "wrong"
+            print(f"    {reward(text, gold):.0f}  {verdict:<10} {text}")
+
+
+if __name__ == "__main__":
+    main()
