@@ -262,40 +262,43 @@ def measure(run):
 def report(run):
     """Print what each selection keeps of one batch, and how well each score stands in for the true gradient norm."""
     rollout, rewards, A, omega, norms = measure(run)
-    G, E, live, dead = run.config.group_size, rollout.entropy, rollout.answer_mask, (A == 0)[:, None]
-    draw = torch.Generator(run.device).manual_seed(0)
+    G, E, sampled, wrong, dead = (run.config.group_size, rollout.entropy, rollout.answer_mask,
+                                  (rewards.flatten() == 0)[:, None], (A == 0)[:, None])
+    live, draw = sampled & ~dead, torch.Generator(run.device).manual_seed(0)
     scores = {name: token_scores(name, E, omega, rollout.logit_grad_norm, draw)
               for name in ("random", "entropy", "gmts", "exact")} | {"true": norms}
+    batch = {name: select_tokens(s, sampled) for name, s in scores.items()}
     kept = {p: {name: select_tokens(s, live, p) for name, s in scores.items()} for p in (0.05, 0.1, 0.2, 0.5)}
 
-    print(f"{len(A)} answers, {int(live.sum())} tokens, {int(dead.sum()) // G} of {len(A) // G} groups dead.\n"
+    print(f"{len(A)} answers, {int(sampled.sum())} tokens, {int(dead.sum()) // G} of {len(A) // G} groups dead.\n"
           "Under each answer the tokens kept at 20%: E by entropy alone, G by GMTS alone, # by both")
-    for i in ((A != 0).nonzero()[:, 0].tolist() or [0])[:G:2][:4]:
-        texts = [repr(run.tokenizer.decode([id]))[1:-1] for id in rollout.tokens[i][live[i]].tolist()]
-        codes = (kept[0.2]["entropy"][i] + 2 * kept[0.2]["gmts"][i].int())[live[i]].tolist()
+    one_of_each = {(i // G, float(A[i])): i for i in range(len(A)) if A[i] != 0}    # a right and a wrong one per group
+    for i in list(one_of_each.values())[:4]:
+        texts = [repr(run.tokenizer.decode([id]))[1:-1] for id in rollout.tokens[i][sampled[i]].tolist()]
+        codes = (batch["entropy"][i] + 2 * batch["gmts"][i].int())[sampled[i]].tolist()
         lines = "".join(texts), "".join(" EG#"[code] * len(text) for code, text in zip(codes, texts))
         print(f"  reward {float(rewards.flatten()[i]):.0f}, advantage {float(A[i]):+.2f}")
         print("\n".join("    " + line[j:j + 110] for j in range(0, len(lines[0]), 110) for line in lines))
 
     print("\nSpearman correlation with the true norm |omega| ||grad log pi||, live groups only, [95% interval]\n"
           + " " * 20 + "".join(map("{:23}".format, ("in an answer", "over the batch", "where A > 0", "where A < 0"))))
-    for among, title in ((live & ~dead, ""), (select_tokens(E, live & ~dead, 0.4), ", top 40% E")):
+    for among, title in ((live, ""), (select_tokens(E, live, 0.4), ", top 40% E")):
         for name in ("entropy", "gmts", "exact"):
             cells = [norm_correlation(scores[name], norms, among)] + [
                 norm_correlation(scores[name], norms, among & side[:, None], G) for side in (A != 0, A > 0, A < 0)]
             print(f"{name + title:20}" + "".join(f"{f'{r:.3f} [{low:.3f}, {high:.3f}]':23}" for r, low, high in cells))
 
-    print("\nThe top 20% by each score: share in wrong answers, in dead groups; share of all norm in its top 5%, 20%;\n"
-          "cosine of its update with that of all tokens; share of its top 10/20/50% that another score keeps too\n"
-          + " " * 10 + "".join(map("{:8}".format, ("wrong", "dead", "5%", "20%", "cosine")))
-          + "".join(map("{:16}".format, scores)))
+    print("\nBy score: share of the batch's top 20% in wrong answers, in dead groups.  In live groups alone: share of\n"
+          "the true norm in the top 5%, 20%; cosine of the top 20%'s update with that of all tokens; which percentage\n"
+          "of its top 10/20/50% another score keeps too\n" + " " * 10 + "".join(
+              [f"{title:8}" for title in ("wrong", "dead", "5%", "20%", "cosine")] + [f"{name:13}" for name in scores]))
     cosines = update_cosines(run.model, rollout.tokens, live, omega, kept[0.2], run.config.temperature)
-    for name, mask in kept[0.2].items():
-        numbers = [(mask & (rewards.flatten() == 0)[:, None]).sum() / mask.sum(), (mask & dead).sum() / mask.sum(),
+    for name, mask in batch.items():
+        numbers = [(mask & wrong).sum() / mask.sum(), (mask & dead).sum() / mask.sum(),
                    *((norms * kept[p][name]).sum() / norms.sum() for p in (0.05, 0.2)), cosines[name]]
-        overlaps = ["/".join(f"{float((top[name] & top[b]).sum() / top[name].sum()):.2f}" for top in (
+        overlaps = ["/".join(f"{100 * float((top[name] & top[b]).sum() / top[name].sum()):.0f}" for top in (
             kept[0.1], kept[0.2], kept[0.5])) for b in scores]
-        print(f"{name:10}" + "".join(f"{float(x):<8.2f}" for x in numbers) + "".join(map("{:16}".format, overlaps)))
+        print(f"{name:10}" + "".join(f"{float(x):<8.2f}" for x in numbers) + "".join(map("{:13}".format, overlaps)))
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ class Block(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)                             # (B, H + 2K, T, E)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)                                            # (B, H, T, E)
-        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)                                            # (B, K, T, E)
+        q = rotate(self.q_norm(q.to(x.dtype)), cos, sin).to(v.dtype)                                # (B, H, T, E)
+        k = rotate(self.k_norm(k.to(x.dtype)), cos, sin).to(v.dtype)                                # (B, K, T, E)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)                                                    # (B, K, S, E)
         if cache is not None and T == 1:
@@ -187,7 +187,7 @@ class GPT(nn.Module):
         eos = {"eos_token_id": list(c.eos_token_ids)}
         config = asdict(c) | eos | {            # attention_bias means one of all four projections in these files
             "model_type": family, "architectures": [family.capitalize() + "ForCausalLM"], "attention_bias": False,
-            "vocab_size": c.embedding_rows, "torch_dtype": str(self.embed.weight.dtype)[6:]}
+            "vocab_size": c.embedding_rows, "torch_dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
         texts = self.files | {"config.json": json.dumps(config, indent=2), "generation_config.json": json.dumps(eos)}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -301,7 +301,8 @@ def read_tokenizer(text):
     file = json.loads(text)
     bpe, normalizer, cut = (file.get(part) or {} for part in ("model", "normalizer", "pre_tokenizer"))
     _require(bpe.get("type", "BPE") == "BPE", f"tokenizer.json: model {bpe.get('type')} is unknown, known is BPE")
-    _require(normalizer in ({}, {"type": "NFC"}), f"tokenizer.json: normalizer {normalizer} is unknown, known is NFC")
+    normalizers = normalizer.get("normalizers", [normalizer])
+    _require(normalizers in ([], [{}], [{"type": "NFC"}]), f"tokenizer.json: normalizer {normalizer} is unknown")
     match [{"use_regex": True} | step for step in cut.get("pretokenizers", [cut])]:
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             pattern = WORDS
@@ -315,16 +316,16 @@ def read_tokenizer(text):
             raise ValueError(f"tokenizer.json: pre_tokenizer {cut} is unknown")
     vocab = bpe["vocab"]
     ranks = {bytes([b]): vocab[character] for character, b in BYTES.items() if character in vocab}
-    products = ("".join(merge).replace(" ", "") for merge in bpe["merges"])             # of "a b" or ["a", "b"]
-    merged = {product: vocab[product] for product in products}
-    # tiktoken merges the pair whose product has the lowest id, a file the pair that its list has first.
+    # A merge is "a b" or ["a", "b"].  tiktoken merges the pair whose token has the lowest id, a file its first pair.
+    merged = {token: vocab[token] for token in ("".join(pair).replace(" ", "") for pair in bpe["merges"])}
     _require([*merged.values()] == sorted(merged.values()), "tokenizer.json: ids do not rise along the merges")
-    ranks |= {bytes(map(BYTES.get, product)): id for product, id in merged.items()}
+    ranks |= {bytes(map(BYTES.get, token)): id for token, id in merged.items()}
     specials = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
     known = {*ranks.values(), *specials.values()}       # a model may sample other ids: decoding must not fail then
     specials |= {f"<|unused {id}|>": id for id in range(max(known)) if id not in known}
     encoding = FolderEncoding("folder", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-    encoding.nfc, encoding.absent = bool(normalizer), bytes(b for b in range(256) if bytes([b]) not in ranks)
+    encoding.nfc = {"type": "NFC"} in normalizers
+    encoding.absent = bytes(b for c, b in BYTES.items() if c not in vocab)
     return encoding
 
 

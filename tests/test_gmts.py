@@ -2,14 +2,16 @@
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gmts import (bootstrap, group_advantages, learning_coefficient, loss_weights, norm_correlation,
-                  parameter_grad_norms, policy_loss, policy_objective, select_tokens, spearman, token_scores,
+                  parameter_grad_norms, policy_loss, policy_objective, report, select_tokens, spearman, token_scores,
                   token_stats, update_cosines)
-from model import GPT, GPTConfig
+from model import GPT, SIZES, GPTConfig, byte_tokenizer
+from rollout import generate
 
 NAN, INF = float("nan"), float("inf")
 
@@ -457,6 +459,26 @@ def test_parameter_grad_norms_leaves_no_trace():
         parameter_grad_norms(model, tokens, torch.ones_like(chosen))
 
 
+@pytest.mark.slow
+def test_parameter_grad_norms_beat_a_loop_over_every_position():
+    """16 answers of the tiny model, against one backward pass per position, padding and prompt too (quiet cores)."""
+    model, tokens = GPT(SIZES["tiny"]), torch.randint(256, (16, 120))
+    place, start = torch.arange(120), torch.randint(50, 70, (16, 1))
+    chosen = (place >= start) & (place < start + torch.randint(35, 51, (16, 1)))
+    weights, loop, ours = list(model.parameters()), [], []
+    for _ in range(3):
+        begin = time.perf_counter()
+        logprobs = model.logits(model(tokens[:1])[0, :-1]).log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+        for t in range(0, 119, 7):
+            grads = torch.autograd.grad(logprobs[t], weights, retain_graph=True)
+            torch.cat([g.flatten() for g in grads]).norm()
+        loop.append((time.perf_counter() - begin) * 16 * 120 / 17)
+        begin = time.perf_counter()
+        parameter_grad_norms(model, tokens, chosen)
+        ours.append(time.perf_counter() - begin)
+    assert min(loop) > 5 * min(ours), (min(loop), min(ours))
+
+
 def test_update_cosines_against_one_backward_each():
     model, tokens, live = batch_of()
     omega = torch.randn(5, 1).expand(5, 17)
@@ -504,3 +526,29 @@ def test_norm_correlation_within_and_across():
     assert norm_correlation(entropy * A, norms, chosen, 3) == pytest.approx((1.0, 1.0, 1.0))
     for group_size in (3, None):
         assert all(map(math.isnan, norm_correlation(entropy, norms, chosen & False, group_size)))
+
+
+def toy_run(rewards):
+    """What `report` needs of a train.Run, around an untrained model."""
+    model, tokenizer, G = GPT(GPTConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1)), byte_tokenizer(), 4
+
+    def grade(problems, samples, temperature, generator):
+        rollout = generate(model, [[65, 66]] * len(problems), samples, 12, [256], temperature, generator=generator)
+        return rollout, [], torch.tensor(rewards)
+
+    return SimpleNamespace(config=SimpleNamespace(prompts=2, group_size=G, temperature=0.8), model=model, grade=grade,
+                           tokenizer=tokenizer, device=torch.device("cpu"), next_problems=lambda n: [None] * n)
+
+
+def test_report_prints_what_each_selection_keeps(capsys):
+    report(toy_run([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    printed = capsys.readouterr().out
+    lines = printed.split("\n")
+    assert "1 of 2 groups dead" in printed and "reward 1, advantage +1.73" in printed
+    assert [line[:6] for line in lines if line.startswith("exact")] == ["exact ", "exact,", "exact "]
+    assert [line.split()[2] for line in lines if line.startswith(("gmts  ", "exact  "))][-2:] == ["0.00", "0.00"]
+
+
+def test_report_of_nothing_but_dead_groups(capsys):
+    report(toy_run([[1.0] * 4, [0.0] * 4]))
+    assert "2 of 2 groups dead" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """model.py against a slow float64 reference, hand-made model folders, transformers (where installed) and SmolLM2.
 
-The tests of SmolLM2 need a folder with it, named by the environment variable GMTS_SMOLLM2; the others build what they need.
+The tests of SmolLM2 need a folder with it, named by the environment variable GMTS_SMOLLM2; the others build their own.
 """
 import json
 import os
@@ -25,8 +25,8 @@ SMOLLM2 = os.environ.get("GMTS_SMOLLM2")
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="GMTS_SMOLLM2 names no folder")
 needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K beside the repository")
 
-TINY = GPTConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-                 head_dim=8, max_position_embeddings=64)
+TINY = GPTConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 VARIANTS = {
@@ -55,7 +55,7 @@ def random_tokens(config, *shape, seed=1):
     return torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------------------------------------------ the network
+# ---------------------------------------------------------------------------------------------------------- the network
 
 def reference_logits(model, tokens):
     """Logits of one sequence in float64: one position, one head, one pair of elements after the other."""
@@ -86,7 +86,8 @@ def reference_logits(model, tokens):
     for layer in range(c.num_hidden_layers):
         b = f"blocks.{layer}."
         qkv = norm(x, w[b + "attention_norm.weight"]) @ w[b + "qkv.weight"].T + w.get(b + "qkv.bias", 0.0)
-        q, k, v = qkv.split([n * E for n in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)], dim=1)
+        heads = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
+        q, k, v = qkv.split([n * E for n in heads], dim=1)
         mixed = torch.zeros(len(tokens), c.num_attention_heads * E).double()
         for head in range(c.num_attention_heads):
             own, shared = slice(head * E, (head + 1) * E), slice(head // group * E, (head // group + 1) * E)
@@ -132,7 +133,8 @@ def test_rope_pairs_element_i_with_i_plus_half():
 
 def test_rope_depends_on_the_distance_only():
     model, q, k = GPT(TINY), torch.randn(8), torch.randn(8)
-    products = [rotate(q, model.cos[t + 3], model.sin[t + 3]) @ rotate(k, model.cos[t], model.sin[t]) for t in (0, 7, 50)]
+    products = [rotate(q, model.cos[t + 3], model.sin[t + 3]) @ rotate(k, model.cos[t], model.sin[t])
+                for t in (0, 7, 50)]
     torch.testing.assert_close(products[1], products[0])
     torch.testing.assert_close(products[2], products[0])
 
@@ -221,7 +223,7 @@ def test_padding_rows_of_the_matrix_have_no_logits_and_no_gradient(tied):
     assert gradient[:250].abs().sum() > 0 and (gradient[250:] == 0).all()
 
 
-# ------------------------------------------------------------------------------------------------------------ half precision
+# ------------------------------------------------------------------------------------------------------- half precision
 
 @variants
 def test_bf16_autocast_trains_fp32_weights(config):
@@ -254,7 +256,7 @@ def test_bf16_cached_forward_stays_near_fp32(config, weights):
     assert (rough.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-# ------------------------------------------------------------------------------------------------------------ byte tokenizer
+# ------------------------------------------------------------------------------------------------------- byte tokenizer
 
 def test_byte_tokenizer_counts_and_round_trips():
     tokenizer = byte_tokenizer()
@@ -283,16 +285,17 @@ def test_lone_surrogates_do_not_raise():
     assert byte_tokenizer().decode(byte_tokenizer().encode_ordinary("a\ud800b")) in ("a\ufffdb", "a?b")
 
 
-# ------------------------------------------------------------------------------------------------------------ tokenizer.json
+# ------------------------------------------------------------------------------------------------------- tokenizer.json
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 NO_REGEX = BYTE_LEVEL | {"use_regex": False}
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+")
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHARACTERS = {b: c for c, b in BYTES.items()}
-CORPUS = ("Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips "
-          "did Natalia sell altogether in April and May? Natalia's total: 48 + 24 = 72 clips!!! It's $29.00 -- naïve café "
-          "don't we've I'll they're   spaces\n\n  and\r\n lines ñandú 你好你好 🙂🙂 éé ##### 72 72") * 2
+CORPUS = ("Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many "
+          "clips did Natalia sell altogether in April and May? Natalia's total: 48 + 24 = 72 clips!!! It's $29.00 -- "
+          "naïve café don't we've I'll they're   spaces\n\n  and\r\n lines ñandú 你好你好 🙂🙂 éé ##### 72 72") * 2
 
 
 def split(regex):
@@ -428,7 +431,11 @@ def test_added_tokens_are_special_whatever_the_file_calls_them():
 
 
 def test_nfc_is_applied_where_the_file_says_so():
-    plain, nfc = (read_tokenizer(json.dumps(bpe_file("qwen", normalizer=n))) for n in (None, {"type": "NFC"}))
+    plain, nfc, also_plain, also_nfc = (read_tokenizer(json.dumps(bpe_file("qwen", normalizer=n))) for n in (
+        None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []},
+        {"type": "Sequence", "normalizers": [{"type": "NFC"}]}))
+    assert also_plain.encode_ordinary("cafe\u0301") == plain.encode_ordinary("cafe\u0301")
+    assert also_nfc.encode_ordinary("cafe\u0301") == nfc.encode_ordinary("cafe\u0301")
     assert nfc.encode_ordinary("cafe\u0301") == plain.encode_ordinary("café") != plain.encode_ordinary("cafe\u0301")
 
 
@@ -482,7 +489,7 @@ def test_unknown_tokenizers_are_refused_by_name(file, named):
     assert "\n" not in str(error.value)
 
 
-# ------------------------------------------------------------------------------------------------------------ model folders
+# -------------------------------------------------------------------------------------------------------- model folders
 
 def saved(config, folder, seed=0):
     pytest.importorskip("safetensors")
@@ -512,12 +519,13 @@ def test_saved_folders_load_again(config, dtype, tmp_path):
     model.save_pretrained(tmp_path / "new" / "folder")
     loaded, tokenizer = load_pretrained(tmp_path / "new" / "folder", "cpu", dtype)
     assert loaded.config == config
-    assert all(torch.equal(a, b) and a.dtype == b.dtype == dtype for a, b in zip(model.parameters(), loaded.parameters()))
+    for a, b in zip(model.parameters(), loaded.parameters()):
+        assert torch.equal(a, b) and a.dtype == b.dtype == dtype
     assert tokenizer.encode("<|question|>é<|eos|>", allowed_special="all") == [257, 195, 169, 256]
     assert tokenizer.n_vocab == 259
     loaded.save_pretrained(tmp_path / "again")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "new" / "folder" / name).read_bytes(), name
+    for path in (tmp_path / "new" / "folder").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -612,7 +620,7 @@ def test_tensors_that_do_not_fit_are_named(change, named, tmp_path):
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "dynamic"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"vocab_size": 200}, "259 tokens"),
     ({"eos_token_id": None}, "eos_token_id"),
 ], ids=str)
@@ -672,8 +680,8 @@ def test_tokenizer_files_of_a_loaded_model_are_saved_with_it(tmp_path):
 
 
 def test_the_file_runs_alone_and_neither_needs_a_network_nor_safetensors():
-    code = ("import runpy, socket, sys; socket.socket.connect = socket.getaddrinfo = None; sys.modules['safetensors'] = None;"
-            "runpy.run_path('model.py', run_name='__main__')")
+    code = ("import runpy, socket, sys; socket.socket.connect = socket.getaddrinfo = None; "
+            "sys.modules['safetensors'] = None; runpy.run_path('model.py', run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8",
                           env=os.environ | {"PYTHONUTF8": "1"})
     assert done.returncode == 0, done.stderr
@@ -681,7 +689,7 @@ def test_the_file_runs_alone_and_neither_needs_a_network_nor_safetensors():
         assert number in done.stdout
 
 
-# ------------------------------------------------------------------------------------------------------------ transformers
+# --------------------------------------------------------------------------------------------------------- transformers
 
 HF = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
@@ -698,7 +706,8 @@ def hf_folder(request, tmp_path):
     family, extra = request.param
     config = getattr(transformers, f"{family}Config")(
         vocab_size=264, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, pad_token_id=None, eos_token_id=256, **extra)
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, pad_token_id=None, eos_token_id=256,
+        **extra)
     torch.manual_seed(5)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -734,7 +743,7 @@ def test_greedy_answers_equal_transformers(hf_folder):
     prompts = [random_tokens(model.config, n, seed=n).tolist() for n in (3, 11, 1)]
     answers = greedy(model, prompts, 20)
     for prompt, answer in zip(prompts, answers):
-        assert answer == greedy_hf(reference, prompt, 20)
+        assert answer == greedy_hf(reference, prompt, 20, suppress_tokens=list(range(259, 264)))    # it samples padding
 
 
 def greedy(model, prompts, n):
@@ -743,10 +752,10 @@ def greedy(model, prompts, n):
     return [row[mask].tolist() for row, mask in zip(out.tokens, out.answer_mask)]
 
 
-def greedy_hf(reference, prompt, n):
+def greedy_hf(reference, prompt, n, **options):
     tokens = torch.tensor([prompt])
     out = reference.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=n, do_sample=False,
-                             repetition_penalty=1.0)
+                             **options)
     return out[0, len(prompt):].tolist()
 
 
@@ -762,7 +771,7 @@ def test_tokens_equal_those_of_the_tokenizers_library(cut, normalizer, layout):
         assert ours.encode_ordinary(string) == theirs.encode(string, add_special_tokens=False).ids, ascii(string)
 
 
-# ------------------------------------------------------------------------------------------------------------ SmolLM2
+# -------------------------------------------------------------------------------------------------------------- SmolLM2
 
 def gsm8k(name, *keys):
     return [json.loads(line)[key] for line in (GSM8K / f"{name}.jsonl").open(encoding="utf-8") for key in keys]
@@ -828,7 +837,8 @@ def test_smollm2_goes_back_to_transformers(smollm2, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     (model, tokenizer), reference, _ = smollm2
     model.save_pretrained(tmp_path)
-    again, tokens = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), torch.tensor([tokenizer.encode_ordinary(CORPUS)])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.tensor([tokenizer.encode_ordinary(CORPUS)])
     with torch.no_grad():
         assert (again(tokens).logits - reference(tokens).logits).abs().max() < 1e-4
     assert AutoTokenizer.from_pretrained(tmp_path).encode(CORPUS) == tokens[0].tolist()

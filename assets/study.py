@@ -1,0 +1,163 @@
+"""The study: does choosing tokens by gradient magnitude help, and when?  Every run is one row of assets/study.csv.
+
+    python assets/study.py run [PART ...] [--jobs 2]   runs what assets/study.csv does not hold yet; stop and go on as you like
+    python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
+    python assets/study.py again ROW                   runs one row of the CSV once more and compares
+
+All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with one
+thread each.
+"""
+import argparse
+import csv
+import hashlib
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
+
+import gmts
+import train
+
+TABLE = ROOT / "assets" / "study.csv"
+# Controls that only the study needs: each leaves one factor of "exact" out.
+gmts.SELECTIONS["norm"] = lambda entropy, omega, norm: norm
+gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
+COMMON = {"steps": 80, "prompts": 16, "group_size": 8, "lr": 5e-4, "clip_grad": 0.0, "eval_every": 20, "eval_samples": 16,
+          "eval_problems": 512}
+ARMS = {"all": {}, "random": {}, "entropy": {}, "gmts": {}, "exact": {},
+        "entropy bottom": {"bottom": True, "keep": 0.8}, "gmts bottom": {"bottom": True, "keep": 0.8}}
+FIELDS = ["part", "arm", "domain", "size", "loss", "keep", "scope", "lr", "seed", "status", "start_greedy", "start_avg",
+          "final_greedy", "final_avg", "final_pass", "best_greedy", "area", "steps_to_half", "grad_norm_median",
+          "grad_norm_max", "entropy_final", "overlap_entropy", "kept_right", "dead_groups", "minutes", "commit", "flags"]
+
+
+def plan():
+    """All runs, in the order of what they tell: (part, arm, flags)."""
+    runs = []
+    for seed in range(5):
+        for domain in train.DOMAINS:
+            for arm, extra in ARMS.items():
+                runs.append(("main", arm, {"domain": domain, "seed": (seed,), **extra}))
+            for keep in (0.02, 0.05, 0.1, 0.5):
+                for arm in ("random", "entropy", "gmts", "exact", "norm", "omega"):
+                    runs.append(("keep", arm, {"domain": domain, "seed": (seed,), "keep": keep}))
+            for arm in ("norm", "omega"):
+                runs.append(("main", arm, {"domain": domain, "seed": (seed,)}))
+    for lr in (2e-4, 1e-3):
+        for domain in train.DOMAINS:
+            for arm in ("all", "random", "entropy", "gmts", "exact"):
+                for seed in range(3):
+                    runs.append(("lr", arm, {"domain": domain, "seed": (seed,), "lr": lr}))
+    for seed in range(3):
+        for arm in ("all", "random", "entropy", "gmts", "exact"):
+            runs.append(("dapo", arm, {"domain": "math", "seed": (seed,), "loss": "dapo"}))
+            runs.append(("random reward", arm, {"domain": "math", "seed": (seed,)}))
+            runs.append(("several updates", arm, {"domain": "math", "seed": (seed,), "epochs": 2, "inner_batches": 2}))
+            runs.append(("group scope", arm, {"domain": "math", "seed": (seed,), "scope": "group"}))
+            for domain in train.DOMAINS:
+                runs.append(("small", arm, {"domain": domain, "seed": (seed,), "size": "small"}))
+    for arm in ("all", "random", "entropy", "gmts", "exact"):
+        runs.append(("base", arm, {"domain": "math", "seed": (0,), "size": "base"}))
+    return runs
+
+
+def flags_of(arm, flags):
+    return {**COMMON, "select": (arm.split()[0],), **flags}
+
+
+def key(part, arm, flags):
+    """What tells runs apart: all flags, so that a changed setting is a new run."""
+    return part, arm, " ".join(f"--{k} {v[0] if isinstance(v, tuple) else v}" for k, v in sorted(flags.items()))
+
+
+def random_rewards(seed):
+    """Patch the training reward, not the evaluation, to a coin: what the loop does without any signal."""
+    collect, coin = train.collect, torch.Generator().manual_seed(seed)
+
+    def collect_at_random(run):
+        rollout, texts, rewards, groups = collect(run)
+        return rollout, texts, torch.randint(0, 2, rewards.shape, generator=coin).float(), groups
+
+    train.collect = collect_at_random
+
+
+def run_one(part, arm, flags):
+    """Train one arm; returns its row.  A run that breaks is a row too."""
+    torch.set_num_threads(1)
+    train.progress = lambda steps, name: train.tqdm(steps, name, disable=True)
+    train.say = lambda text: None
+    started = time.time()
+    row = {"part": part, "arm": arm, "flags": key(part, arm, flags)[2], "status": "ok"}
+    with tempfile.TemporaryDirectory() as folder:
+        config = train.Config(**flags, out=f"{folder}/run")
+        config.check()
+        row.update({name: getattr(config, name) for name in ("domain", "size", "loss", "keep", "scope", "lr")}, seed=config.seed[0])
+        if part == "random reward":
+            random_rewards(config.seed[0])
+        try:
+            train.train(config)
+        except FloatingPointError as error:
+            row["status"] = f"broke: {error}"
+        rows = train.read_metrics(config.out)
+    evaluated = [r for r in rows if "eval_greedy" in r]
+    first, last, steps = evaluated[0], evaluated[-1], [r for r in rows if "reward" in r]
+    avg, pass_k = train.columns(config)[-2:]
+    norms, tail = [r["grad_norm"] for r in steps], steps[-10:]
+    reached = [r["step"] for r in evaluated if r["eval_greedy"] >= 0.5]
+    if row["status"] == "ok" and last[avg] < first[avg] - 0.05:
+        row["status"] = "collapsed"
+    mean = lambda name: float(np.mean([r[name] for r in tail if name in r] or [math.nan]))
+    row.update(start_greedy=first["eval_greedy"], start_avg=first[avg], final_greedy=last["eval_greedy"], final_avg=last[avg],
+               final_pass=last[pass_k], best_greedy=max(r["eval_greedy"] for r in evaluated),
+               area=train.summarize(config, rows)["area"], steps_to_half=reached[0] if reached else "",
+               grad_norm_median=float(np.median(norms)), grad_norm_max=max(norms), entropy_final=mean("entropy"),
+               overlap_entropy=mean("overlap_entropy"), kept_right=mean("kept_right"), dead_groups=mean("dead_groups"),
+               minutes=(time.time() - started) / 60)
+    return {name: f"{row[name]:.5g}" if isinstance(row[name], float) else row[name] for name in FIELDS if name in row}
+
+
+def read_table():
+    if not TABLE.exists():
+        return []
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def commit():
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def run(parts, jobs, minutes):
+    """Run what is missing, `jobs` at a time, for at most `minutes`; each row is written as soon as it is there."""
+    done = {(r["part"], r["arm"], r["flags"]) for r in read_table()}
+    todo = [(p, a, flags_of(a, f)) for p, a, f in plan() if not parts or p in parts]
+    todo = [t for t in todo if key(*t) not in done]
+    print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
+    deadline, version = time.time() + 60 * minutes, commit()
+    # max_tasks_per_child: a fresh process for each run, so that nothing of one run (a patched reward) reaches the next.
+    with ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+        waiting, running = list(todo), set()
+        while (waiting and time.time() < deadline) or running:
+            while waiting and len(running) < jobs and time.time() < deadline:
+                running.add(pool.submit(run_one, *waiting.pop(0)))
+            finished = next(as_completed(running))
+            running.remove(finished)
+            row = finished.result() | {"commit": version}
+            new = not TABLE.exists()
+            with open(TABLE, "a", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)
+            print(row["part"], row["arm"], row["domain"], "keep", row["keep"], "lr", row["lr"], "seed", row["seed"], row["status"],
+                  f"greedy {row['start_greedy']} -> {row['final_greedy']}, avg {row['final_avg']}, {row['minutes']} min", flush=True)
