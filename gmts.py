@@ -306,4 +306,8 @@ if __name__ == "__main__":
     import train
     if len(sys.argv) != 2:
         sys.exit("usage: python gmts.py RUN, a folder that train.py wrote")
-    report(train.load_run(sys.argv[1]))
+    try:
+        loaded = train.load_run(sys.argv[1])
+    except (OSError, ValueError) as error:
+        sys.exit(f"gmts.py: {error}")
+    report(loaded)

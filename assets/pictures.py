@@ -67,7 +67,8 @@ def scatter(path, rollout, advantages, omega, norms):
     left.set_ylabel("true gradient norm of the objective")
     levels = {f"{a:.2f}": a for a in advantages.abs().tolist() if a}
     figure.colorbar(dots, ax=right, label="|A|", ticks=list(levels.values()), format="%.2f").minorticks_off()
-    picture(path, figure, "Entropy cannot see the advantage: one stripe per |A|.\nTimes omega, the stripes fall together")
+    picture(path, figure, "Entropy cannot see the advantage: one stripe per |A|.\n"
+                          "Times omega, the stripes fall together")
 
 
 def slots(path, run, groups):
@@ -128,9 +129,12 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("assets"), help="where the PNG files go")
     parser.add_argument("--groups", type=int, default=96, help="groups that are sampled for the picture of the slots")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    run = train.load_run(arguments.run)
+    try:
+        run = train.load_run(arguments.run)
+    except (OSError, ValueError) as error:
+        sys.exit(f"pictures.py: {error}")
     rollout, _, advantages, omega, norms = measure(run)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     proposition(arguments.out / "proposition.png", rollout)
     scatter(arguments.out / "scatter.png", rollout, advantages, omega, norms)
     slots(arguments.out / "slots.png", run, arguments.groups)
