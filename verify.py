@@ -2,9 +2,9 @@
 
 Three domains of generated problems stand in for the math, code and commonsense data of the GMTS paper. The level (1 to
 8) is the number of steps; a worked solution writes down one small result per step, then marks the answer:
-    math    Ann has 7 nuts, finds 5, loses 3. How many?       7+5=12 12-3=9 #### 9
-    code    a=3 / b=8 / for i in range(2):b=b+a / print(b)    i=0 8+3 b=11 i=1 11+3 b=14 #### 14
-    logic   Bo to Cy, Ed to Fe, Al to Bo. Al ends at?         Al>Bo Bo>Cy #### Cy
+    math    Ann has 7 nuts, finds 5, loses 3. How many?           7+5=12 -3=9 #### 9
+    code    a=3 / b=8 / for i in range(2):b=b+a / print(b)        i=0 8+3 b=11 i=1 11+3 b=14 #### 14
+    logic   Al Bo Cy Di: 12 <<. 1st?  (swap 1, 2; all move up)    12 BACD << ACDB #### Al
 `load_problems` reads other people's problems: GSM8K and MATH files as published. `reward` compares the last marked
 answer of a text with the gold answer, exactly where both are numbers; nothing in the text is ever run.
 `python verify.py` shows samples of all three domains, graded.
@@ -15,7 +15,8 @@ import json
 import math
 import random
 import re
-from collections import namedtuple
+import signal
+from collections import deque, namedtuple
 from fractions import Fraction
 
 DOMAINS = ("math", "code", "logic")
@@ -26,7 +27,7 @@ Problem = namedtuple("Problem", "question solution answer")  # three texts; the 
 # --- The three domains ---
 # `_shapes` lists the kinds of problem of a level, with how many there are of each. A domain's function turns a kind and
 # a number below that count into a problem; None where there is no proper one (a value leaves 0..TOP, say). Start values
-# come from the whole range and no operation occurs twice, so that a long chain is only more of the same steps.
+# come from the whole range and no operation or move occurs twice: a long chain is only more of the same steps.
 _CHANGES = [f"{sign}{digit}" for sign in "+-" for digit in range(1, 10)] + ["*2"]
 _PEOPLE, _THINGS = ("Ann", "Bob", "Cal", "Dee"), ("nuts", "figs", "pens", "eggs")
 _VERBS = {"+": ("finds", "gets", "buys"), "-": ("loses", "gives", "sells")}
@@ -34,13 +35,17 @@ _OPERATIONS = [f"{left}{sign}{right}" for left in "ab" for sign in "+-" for righ
 _STATEMENTS = [f"{target}={operation}" for target in "ab" for operation in _OPERATIONS + ["a*2", "b*2"]]  # "b=a+4"
 _TESTS = [f"{name}>{bound}" for name in "ab" for bound in (4, 9, 14, 19)]
 _NAMES = "Al Bo Cy Di Ed Fe Gi Hu Ik Jo Ky Lu Mo Ni Oz Pa Ro Si Ty Ul Vi Wu Xi Yu Zo".split()
+_PLACES = ("1st", "2nd", "3rd", "4th")
+# Who stands where in a row of four after a move: 12 swaps the first two, << moves all up and the first to the end
+_MOVES = {"12": (1, 0, 2, 3), "13": (2, 1, 0, 3), "14": (3, 1, 2, 0), "23": (0, 2, 1, 3), "24": (0, 3, 2, 1),
+          "34": (0, 1, 3, 2), "<<": (1, 2, 3, 0), ">>": (3, 0, 1, 2)}
 
 
 def _shapes(domain, level):
     if domain == "math":
         return [(level, (TOP + 1) * math.perm(len(_CHANGES), level))]
     if domain == "logic":
-        return [(level, math.perm(len(_NAMES), level + 5))]
+        return [(level, 4 * math.perm(len(_NAMES), 4) * math.perm(len(_MOVES), level))]
     shapes = []  # of programs, a character a line: 1 is plain, ? an `if`, 2 or 3 a loop of so many rounds
     for special in ("", "?", "2", "3", "2?", "3?"):
         plain = level - sum(1 if line == "?" else int(line) for line in special)
@@ -51,7 +56,7 @@ def _shapes(domain, level):
 
 
 def _pick(number, options, count):
-    """Choose `count` different options, in order: one choice for each number below math.perm(len(options), count)."""
+    """`count` different options, in order: another choice for each number below math.perm(len(options), count)."""
     options, chosen = list(options), []
     for _ in range(count):
         number, place = divmod(number, len(options))
@@ -78,8 +83,8 @@ def _math_problem(level, number, rng):
         for sign, digit in changes:
             question += ", doubles them" if sign == "*" else f", {rng.choice(_VERBS[sign])} {digit}"
         question += ". How many?"
-    steps = [f"{left}{change}={value}" for left, change, value in zip(values, changes, values[1:])]
-    return f"{start}{changes}", question, steps, str(values[-1])
+    steps = [f"{change}={value}" for change, value in zip(changes, values[1:])]
+    return f"{start}{changes}", question, [f"{start}{steps[0]}"] + steps[1:], str(values[-1])
 
 
 def _code_problem(shape, number, rng):
@@ -113,27 +118,25 @@ def _code_problem(shape, number, rng):
 
 
 def _logic_problem(level, number, rng):
-    names = _pick(number, _NAMES, level + 5)
-    chain, others = names[:-4], names[-4:]  # two more facts lead elsewhere, so that three names are followed by nothing
-    if others[0] > others[2]:
-        return None  # the same two facts the other way round
-    hops = [f"{left}>{right}" for left, right in zip(chain, chain[1:])]
-    facts = hops + [f"{others[0]}>{others[1]}", f"{others[2]}>{others[3]}"]
-    rng.shuffle(facts)
+    number, place = divmod(number, 4)
+    row, moves = _pick(number, _NAMES, 4), _pick(number // math.perm(len(_NAMES), 4), _MOVES, level)
+    question, steps = f"{' '.join(row)}: {' '.join(moves)}. {_PLACES[place]}?", []
+    key = f"{row}{moves}"  # without the place: the four questions about a chain share its worked steps
+    for move in moves:
+        row = [row[i] for i in _MOVES[move]]
+        steps.append(f"{move} {''.join(name[0] for name in row)}")  # no two names share an initial
+    answer = row.pop(place)
     if rng.random() < 0.5:
-        question = ", ".join(facts).replace(">", " to ") + f". {chain[0]} ends at?"
-        return " ".join(names), question, hops, chain[-1]
-    choices = rng.sample([chain[-1], chain[-2], others[1]], 3)
-    question = " ".join(facts) + f". Last under {chain[0]}? A {choices[0]} B {choices[1]} C {choices[2]}"
-    return " ".join(names), question, hops, "ABC"[choices.index(chain[-1])]
+        return key, question, steps, answer
+    choices = rng.sample([answer] + rng.sample(row, 2), 3)
+    return key, f"{question} A {choices[0]} B {choices[1]} C {choices[2]}", steps, "ABC"[choices.index(answer)]
 
 
 def make_problems(domain, level, n, seed, held_out=False):
     """Draw n different problems of a domain and level: alike for equal seeds, and a larger n begins like a smaller one.
     One problem in eight is held out, by a hash of the problem and not of its wording: training and held-out problems
     never overlap, whatever the seeds. Four solutions in five show all steps; the others only results, or a box.
-    Raises ValueError for an unknown domain or level, or fewer than n problems. The problems are our own.
-    """
+    Raises ValueError for an unknown domain or level, or fewer than n problems. The problems are our own."""
     if domain not in DOMAINS or level not in LEVELS:
         raise ValueError(f"no {domain} level {level}: choose from {', '.join(DOMAINS)}, {LEVELS[0]} to {LEVELS[-1]}")
     generate = {"math": _math_problem, "code": _code_problem, "logic": _logic_problem}[domain]
@@ -155,7 +158,7 @@ def make_problems(domain, level, n, seed, held_out=False):
         style = rng.random()
         if (hashlib.sha256(f"{domain} {key}".encode()).digest()[0] % 8 == 0) == held_out:
             if style >= 0.9:
-                steps = [re.split("[=> ]", step)[-1] for step in steps]
+                steps = [re.split("[= ]", step)[-1] for step in steps]
             mark = f"\\boxed{{{answer}}}" if 0.8 <= style < 0.9 else f"#### {answer}"
             problems.append(Problem(question, " ".join(steps + [mark]), answer))
     return problems
@@ -169,13 +172,11 @@ _MARK = re.compile(r"(?<!#)####(?!#)|\\boxed\s?\{|<answer>|\b(?:[Aa]nswer|ANSWER
 def extract_answer(text):
     """The last marked answer of a text, as written, or None where there is none (which is not the same as a wrong one).
     Marks are `#### x` (GSM8K), `\\boxed{x}` (MATH), `<answer>x</answer>`, "answer is x" and "Answer: x". Only the last
-    counts: if it is empty or never closed there is no answer, whatever stood before, so trying several gains nothing.
-    """
-    mark = None
-    for mark in _MARK.finditer(text):
-        pass
-    if mark is None:
+    counts: if it is empty or never closed there is no answer, whatever stood before: trying several gains nothing."""
+    marks = deque(_MARK.finditer(text), maxlen=1)  # keeps the last
+    if not marks:
         return None
+    mark = marks[0]
     rest = text[mark.end():mark.end() + 2 * LONGEST_ANSWER]  # enough to show that an answer is too long
     depth, end = 1, 0  # a box ends at the brace that closes it, found by counting
     while depth and end < len(rest):
@@ -254,8 +255,7 @@ def answers_match(answer, gold):
 
 def reward(text, gold):
     """1.0 if the last marked answer of a sampled text (never pass its prompt) matches the gold answer, else 0.0.
-    Right or wrong, nothing for form: the R of the GMTS paper, and the one function a fork replaces. Never raises.
-    """
+    Right or wrong, nothing for form: the R of the GMTS paper, and the one function a fork replaces. Never raises."""
     answer = extract_answer(text)
     return 1.0 if answer is not None and answers_match(answer, gold) else 0.0
 
@@ -264,8 +264,7 @@ def reward(text, gold):
 def load_problems(path):
     """Read a JSON Lines file, one object a line: `question` or `problem`, with `answer` or `solution` or both.
     GSM8K (`answer` ends in "#### 18", arXiv 2110.14168), MATH (boxed `solution`, arXiv 2103.03874), bare answers:
-    all load as they are. Raises ValueError with file and line for all else or for no problem; OSError as `open` does.
-    """
+    all load as they are. Raises ValueError with file and line for all else or for no problem; OSError from `open`."""
     problems = []
     with open(path, "rb") as file:  # one line of bytes at a time: any locale, any size
         for number, line in enumerate(file, start=1):
@@ -317,4 +316,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # `| head` ends it without a traceback
     main()
