@@ -52,36 +52,37 @@ class KVCache:
     LEFT, so that every row writes the same column and attention reads one slice.  `padding` (B,) counts the padding
     columns of each row; they are masked, and positions start after them."""
     def __init__(self, config, padding, columns, dtype=torch.float32):
-        shape = (config.num_hidden_layers, len(padding), config.num_key_value_heads, columns, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=padding.device)     # (layers, B, K, columns, E)
-        self.values = torch.empty_like(self.keys)                              # (layers, B, K, columns, E)
+        shape = (2, config.num_hidden_layers, len(padding), config.num_key_value_heads, columns, config.head_dim)
+        self.kv = torch.empty(shape, dtype=dtype, device=padding.device)    # keys and values (layers, B, K, columns, E)
         self.padding, self.length, self.config = padding, 0, config
         # Finite, not -inf: a query that sees nothing but padding gets finite garbage that nobody reads, not NaN.
         hidden = torch.arange(columns, device=padding.device) < padding[:, None]                    # (B, columns)
         self.bias = torch.where(hidden, torch.finfo(dtype).min / 2, 0.0).to(dtype)[:, None, None]   # (B, 1, 1, columns)
 
-    def take_rows(self, rows, columns=None):
-        """A new cache with the given rows of this one, in that order: repeats a prompt, drops finished answers."""
-        taken = KVCache(self.config, self.padding[rows], columns or self.keys.shape[3], self.keys.dtype)
+    def take_rows(self, rows, columns):
+        """A new cache with the given rows of this one, in that order: repeats a prompt."""
+        taken = KVCache(self.config, self.padding[rows], columns, self.kv.dtype)
         taken.length = self.length
-        taken.keys[:, :, :, :self.length] = self.keys[:, rows, :, :self.length]
-        taken.values[:, :, :, :self.length] = self.values[:, rows, :, :self.length]
+        taken.kv[..., :self.length, :] = self.kv[:, :, rows, :, :self.length]
         return taken
+
+    def keep_rows(self, rows):
+        """Keep the given rows alone, in place and in that order; only a row that changes its place is copied."""
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        self.kv[:, :, moved, :, :self.length] = self.kv[:, :, rows[moved], :, :self.length]
+        self.kv, self.padding, self.bias = self.kv[:, :, :len(rows)], self.padding[rows], self.bias[rows]
 
     def write(self, layer, k, v):
         """Append k, v (B, K, T, E) of one layer; returns all filled keys and values (B, K, S, E)."""
-        end = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length:end] = k
-        self.values[layer, :, :, self.length:end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.kv[:, layer, :, :, :self.length + k.shape[2]]                           # (B, K, S, E) each
+        keys[:, :, self.length:], values[:, :, self.length:] = k, v
+        return keys, values
 
     def mask(self, new):
         """The additive mask (B, 1, new, S) of `new` queries that are about to be written."""
         bias = self.bias[..., :self.length + new]                                                   # (B, 1, 1, S)
-        if new == 1:
-            return bias
         later = torch.ones(new, self.length + new, dtype=torch.bool, device=bias.device).triu(self.length + 1)  # (T, S)
-        return bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)                            # (B, 1, T, S)
+        return bias if new == 1 else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)       # (B, 1, T, S)
 
 
 def rotate(x, cos, sin):
@@ -98,8 +99,7 @@ class Block(nn.Module):
         self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.attention_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.qkv = nn.Linear(c.hidden_size, (self.heads + 2 * self.kv_heads) * c.head_dim, bias=c.attention_bias)
-        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None for _ in range(2))
         self.out = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
         self.mlp_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.gate_up = nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
@@ -109,19 +109,18 @@ class Block(nn.Module):
         """What each token (B, T, D) gathers from the tokens up to it: (B, T, D); mask None means causal."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)                             # (B, H + 2K, T, E)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q = rotate(self.q_norm(q.to(x.dtype)), cos, sin).to(v.dtype)                                # (B, H, T, E)
-        k = rotate(self.k_norm(k.to(x.dtype)), cos, sin).to(v.dtype)                                # (B, K, T, E)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None:
+            q, k = qk.to(x.dtype).split([self.heads, self.kv_heads], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)                                 # (B, H + K, T, E)
+        q, k = rotate(qk, cos, sin).to(v.dtype).split([self.heads, self.kv_heads], dim=1)           # (B, H or K, T, E)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)                                                    # (B, K, S, E)
-        if cache is not None and T == 1:
-            # The heads that share a key stand where the queries of a sequence would: half the time of repeated keys.
-            q = q.view(B, self.kv_heads, -1, self.head_dim)                                         # (B, K, H/K, E)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                         # (B, K, H/K, E)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                                   enable_gqa=self.heads != self.kv_heads)          # (B, H, T, E)
-            mixed = mixed.transpose(1, 2)                                                           # (B, T, H, E)
+        if T == 1:      # heads that share a key stand where a sequence's queries would: half the time of repeated keys
+            q = q.reshape(B, self.kv_heads, -1, self.head_dim)                                      # (B, K, H/K, E)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                               enable_gqa=q.shape[1] != k.shape[1])                 # as q
+        mixed = mixed if T == 1 else mixed.transpose(1, 2)                                          # (B, T, H, E)
         return self.out(mixed.reshape(B, T, -1))                                                    # (B, T, D)
 
     def forward(self, x, cos, sin, cache=None, mask=None):
@@ -159,7 +158,7 @@ class GPT(nn.Module):
         mask, as nothing looks ahead.  `positions` (B, T) overrides the positions.  ValueError past the context."""
         T, start, limit, padding = tokens.shape[1], 0, self.config.max_position_embeddings, 0
         if cache is not None:
-            start, limit, padding = cache.length, min(limit, cache.keys.shape[3]), cache.padding[:, None]
+            start, limit, padding = cache.length, min(limit, cache.kv.shape[4]), cache.padding[:, None]
         _require(start + T <= limit, f"{start + T} tokens do not fit the context of {limit}")
         mask = None if cache is None else cache.mask(T)                                             # (B, 1, T, S)
         if positions is None:

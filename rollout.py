@@ -1,15 +1,17 @@
-"""Groups of sampled answers: one prefill per prompt, cached decoding, and what the policy thought of every token it sampled.
+"""Groups of sampled answers: one prefill per prompt, cached decoding, what the policy thought of each sampled token.
 
 `python rollout.py RUN` answers questions that you type, with a trained run's model.
 
-Shapes: P prompts, G answers per prompt, B = P * G answers, R rows still being written, T padded length, D hidden size, V vocabulary.
+Shapes: P prompts, G answers per prompt, B = P * G answers, R rows still being written, T padded length, D hidden size,
+V vocabulary, N tokens.
 """
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from gmts import token_stats
+from gmts import learning_coefficient, select_tokens, token_stats
 from model import KVCache
 
 STEPS_PER_CHECK = 8   # how often the host asks the device who has finished; each question waits for the device
@@ -17,8 +19,8 @@ STEPS_PER_CHECK = 8   # how often the host asks the device who has finished; eac
 
 @dataclass
 class Rollout:
-    """A batch of sampled answers, right-padded.  Entry t of a (B, T) field belongs to tokens[:, t], given the tokens before it."""
-    tokens: torch.Tensor           # (B, T) prompt, answer, then padding that no mask includes (its id, 0, is an ordinary token)
+    """A batch of sampled answers, right-padded.  Entry t of a (B, T) field is of tokens[:, t], given those before."""
+    tokens: torch.Tensor           # (B, T) prompt, answer, then padding in no mask (its id, 0, is an ordinary token)
     prompt_lengths: torch.Tensor   # (B,)
     answer_mask: torch.Tensor      # (B, T) bool: the sampled tokens, first EOS included, nothing after it
     logprobs: torch.Tensor         # (B, T) nats, at the sampling temperature, before top-p; 0 outside answer_mask
@@ -34,36 +36,58 @@ class Rollout:
     def join(rollouts):
         """One rollout with the rows of several, padded to the widest."""
         T = max(r.tokens.shape[1] for r in rollouts)
-        return Rollout(**{name: torch.cat([F.pad(value, (0, T - value.shape[1])) if value.dim() == 2 else value
-                                           for value in (vars(r)[name] for r in rollouts)]) for name in vars(rollouts[0])})
+        pad = lambda value: F.pad(value, (0, T - value.shape[1])) if value.dim() == 2 else value
+        return Rollout(**{name: torch.cat([pad(vars(r)[name]) for r in rollouts]) for name in vars(rollouts[0])})
 
     def answers(self):
         """The sampled ids of each row, a closing EOS left out: list of B lists, ready to be decoded."""
         ends = self.prompt_lengths + self.answer_mask.sum(dim=1) - self.finished.long()             # (B,)
         return [row[s:e] for row, s, e in zip(self.tokens.tolist(), self.prompt_lengths.tolist(), ends.tolist())]
 
+    def describe(self, rewards):
+        """Metrics of all answers, given their rewards (P, G); `commonest` is the share of the commonest token."""
+        right, lengths, ids = rewards.flatten() > 0, self.answer_mask.sum(dim=1).float(), self.tokens[self.answer_mask]
+        return {name: float(value) for name, value in {
+            "reward": rewards.mean(), "pass_rate": (rewards > 0).any(dim=1).float().mean(),
+            "dead_groups": (rewards == rewards[:, :1]).all(dim=1).float().mean(),
+            "truncated": 1 - self.finished.float().mean(), "length": lengths.mean(),
+            "length_right": lengths[right].mean(), "length_wrong": lengths[~right].mean(),
+            "entropy": self.entropy[self.answer_mask].mean(), "commonest": ids.bincount().max() / len(ids)}.items()}
+
+    def describe_kept(self, kept, right, logprobs, entropy, advantages, ref_logprobs, c):
+        """Metrics of the selection kept (B, T) under a configuration; `largest` is one answer's share of the kept."""
+        live, n, total = self.answer_mask, max(1, int(kept.sum())), max(1, int(self.answer_mask.sum()))
+        by_entropy = select_tokens(entropy, live, c.keep, c.scope, c.group_size)            # (B, T)
+        clipped = learning_coefficient(logprobs, self.logprobs, advantages, c.clip_low, c.clip_high) == 0   # (B, T)
+        log_ref = (ref_logprobs - logprobs)[live]                                           # (N,)
+        return {"entropy_kept": entropy[kept].sum().item() / n, "kept_share": n / total if kept.any() else 0.0,
+                "overlap_entropy": int((kept & by_entropy).sum()) / n, "kept_right": int(kept[right].sum()) / n,
+                "clip_share": int((clipped & live & (advantages != 0)[:, None]).sum()) / total,
+                "largest": max(kept.sum(dim=1).tolist(), default=0) / n,
+                "kl": (torch.expm1(log_ref) - log_ref).mean().item() if c.beta else math.nan}
+
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
-    """One token id per row of logits (R, V).  temperature 0 is argmax; top_p keeps the smallest set that holds that much probability."""
+    """One token id per row of logits (R, V).  temperature 0 is argmax; top_p keeps the smallest set that holds it."""
     if temperature == 0:
         return logits.argmax(dim=-1)                                                # (R,)
     p = torch.softmax(logits.float() / temperature, dim=-1)                         # (R, V)
     if top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True)                            # (R, V)
-        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0                      # what precedes the token already suffices
+        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0                      # what precedes already suffices
         p = torch.zeros_like(p).scatter(-1, index, ordered)
-    # Inverse CDF: one random number per row, not one per token.  The target is in (0, total], and the first entry that reaches it
-    # is larger than the entry before it, so a token of probability 0 can never be drawn.
+    # Inverse CDF: one random number per row, not one per token.  The target is in (0, total], and the first entry that
+    # reaches it is larger than the entry before it, so a token of probability 0 can never be drawn.
     cdf = p.cumsum(dim=-1)                                                          # (R, V)
     target = cdf[:, -1:] * (1 - torch.rand(len(p), 1, generator=generator, device=p.device))   # (R, 1)
     return torch.searchsorted(cdf, target)[:, 0]                                    # (R,)
 
 
 def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.0, top_p=1.0, generator=None):
-    """Sample `group_size` answers to each prompt (a list of token ids); rows in prompt order, the G answers of a prompt together.
+    """Sample `group_size` answers to each prompt (a list of token ids); rows in prompt order, G neighbours a prompt.
 
-    Answers end with one of `eos_ids` (kept) or after `max_new_tokens`.  ValueError when prompt and answer do not fit the context or
-    a prompt is empty; FloatingPointError, naming the step, when the logits are not numbers.
+    Answers end with one of `eos_ids` (kept) or after `max_new_tokens`.  ValueError when prompt and answer do not fit
+    the context or a prompt is empty; FloatingPointError, naming the step, when the logits are not numbers.
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
@@ -75,11 +99,12 @@ def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.
         sampled, stats = _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator)
     # Outside inference mode, so that the results may enter a graph.
     is_eos = torch.isin(sampled, torch.tensor(eos_ids, device=device))              # (B, new)
-    live = is_eos.cumsum(dim=1) - is_eos.long() == 0                                # (B, new) nothing after the first EOS
+    live = is_eos.cumsum(dim=1) - is_eos.long() == 0                                # (B, new) up to the first EOS
     lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group_size)   # (B,)
     T = int((lengths + live.sum(dim=1)).max())
     tokens = torch.zeros(len(lengths), T, dtype=torch.long, device=device)          # (B, T)
-    tokens[:, :width] = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device).repeat_interleave(group_size, 0)
+    padded = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device)         # (P, width)
+    tokens[:, :width] = padded.repeat_interleave(group_size, dim=0)
     row, step = live.nonzero(as_tuple=True)                                         # (N,) each
     column = lengths[row] + step                                                    # (N,)
     tokens[row, column] = sampled[row, step]
@@ -91,7 +116,7 @@ def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.
 
 
 def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator):
-    """The loop itself: sampled ids (B, new) and their logprob, entropy, logit_grad_norm (3, B, new); rubbish after a row's EOS."""
+    """The loop: sampled ids (B, new) and their logprob, entropy, logit_grad_norm (3, B, new); rubbish after an EOS."""
     device, width = model.embed.weight.device, max(map(len, prompts))
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else model.embed.weight.dtype
@@ -102,10 +127,10 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
     repeat = torch.arange(len(prompts), device=device).repeat_interleave(group_size)           # (B,)
     cache, hidden = cache.take_rows(repeat, width + max_new_tokens), hidden[repeat]
     eos = torch.tensor(eos_ids, device=device)
-    rows = torch.arange(len(repeat), device=device)                                 # (R,) which answers are still being written
+    rows = torch.arange(len(repeat), device=device)                                 # (R,) answers still being written
     sampled = torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=device)          # (B, new)
     stats = torch.zeros(3, *sampled.shape, device=device)                           # (3, B, new)
-    first, ids, values = 0, [], []                                                  # what was sampled since the last check
+    first, ids, values = 0, [], []                                                  # sampled since the last check
     for step in range(max_new_tokens):
         logits = model.logits(hidden).float()                                       # (R, V)
         ids.append(sample(logits, temperature, top_p, generator))                   # (R,)
@@ -117,7 +142,8 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
             stats[:, rows, first:step + 1] = torch.stack(values, dim=2)             # (3, R, chunk)
             wrong = stats[1, :, first:step + 1].isnan().any(dim=0)
             if wrong.any():
-                raise FloatingPointError(f"the logits of step {first + int(wrong.nonzero()[0])} are not numbers (NaN or inf)")
+                bad = first + int(wrong.nonzero()[0])
+                raise FloatingPointError(f"the logits of decoding step {bad} are not numbers (NaN or inf)")
             alive = (~torch.isin(chunk, eos).any(dim=1)).nonzero()[:, 0]            # (R',)
             first, next_ids, ids, values = step + 1, ids[-1], [], []
             if last or not len(alive):
@@ -130,16 +156,14 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
     return sampled, stats
 
 
-# --------------------------------------------------------------------------------------------- reading sampled answers once more
-
 def token_logits(model, tokens, row, column, forward=None):
-    """Logits (N, V), fp32, of the tokens at (row, column) (N,) of tokens (B, T); no other position meets the vocabulary."""
+    """Logits (N, V), fp32, of the tokens at (row, column) (N,) of tokens (B, T); only these meet the vocabulary."""
     hidden = (forward or model)(tokens[:, :-1])                                                  # (B, T - 1, D)
     return model.logits(hidden[row, column - 1]).float()                            # (N, V)
 
 
 def score(model, rollout, temperature=1.0):
-    """logprobs, entropy, logit_grad_norm (3, B, T) of the sampled tokens under `model`, which may have moved on; no gradient."""
+    """logprobs, entropy, logit_grad_norm (3, B, T) of the sampled tokens under `model`; no gradient."""
     scores = torch.zeros(3, *rollout.tokens.shape, device=rollout.tokens.device)    # (3, B, T)
     with torch.no_grad():
         for rows, T in micro_batches(rollout.answer_mask, position_budget(model)):
@@ -150,10 +174,10 @@ def score(model, rollout, temperature=1.0):
 
 
 def micro_batches(mask, budget):
-    """Split the rows of mask (B, T) so that at most `budget` positions are computed at once: yields rows (R,) and their width.
+    """Split the rows of mask (B, T) to compute at most `budget` positions at once: yields rows (R,) and their width.
 
-    A row needs the positions up to its last marked token; one without a marked token is left out, and rows of like widths go
-    together, so that little is computed for padding.  No result may depend on this split.
+    A row needs the positions up to its last marked token; one without a marked token is left out, and rows of like
+    widths go together, so that little is computed for padding.  No result may depend on this split.
     """
     column = torch.arange(1, mask.shape[1] + 1, device=mask.device)                 # (T,)
     widths, order = (mask * column).amax(dim=1).sort(descending=True, stable=True)  # (B,) each
@@ -170,5 +194,30 @@ def position_budget(model):
     c, device = model.config, model.embed.weight.device
     if device.type != "cuda":
         return 2048
-    floats = c.num_hidden_layers * (12 * c.hidden_size + 6 * c.intermediate_size) + 3 * c.vocab_size    # kept for the backward
-    return max(c.max_position_embeddings, torch.cuda.mem_get_info(device)[0] // (8 * floats))           # half of it at most
+    floats = c.num_hidden_layers * (12 * c.hidden_size + 6 * c.intermediate_size) + 3 * c.vocab_size    # for backward
+    return max(c.max_position_embeddings, torch.cuda.mem_get_info(device)[0] // (8 * floats))   # half of it at most
+
+
+def pass_at_k(n, right, k):
+    """The chance that one of k answers is right, unbiased from n (arXiv 2107.03374, eq. 1).  ValueError if k > n."""
+    if k > n:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {n}")
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+if __name__ == "__main__":
+    import sys
+    import train
+    try:
+        run = train.load_run(sys.argv[1])
+    except (IndexError, ValueError, OSError) as error:
+        sys.exit(f"usage: python rollout.py RUN, a folder that train.py wrote ({error})")
+    print(f"Ask, a question a line (\\n stands for a line break), such as: {run.eval_problems[0].question!r}")
+    for line in sys.stdin:
+        question = line.strip().replace("\\n", "\n")
+        try:
+            ids = generate(run.model, [run.encode(question)], 1, run.config.max_new_tokens,
+                           run.model.config.eos_token_ids, run.config.temperature, run.config.top_p).answers()[0]
+            print(run.tokenizer.decode(ids), flush=True)
+        except ValueError as error:
+            print(f"({error})")

@@ -194,13 +194,13 @@ def extract_answer(text):
 _DRESS = [(re.compile(pattern), plain) for pattern, plain in (
     (r"[\u2212\u2013]", "-"),  # the Unicode minus, and the dash often typed for it
     (r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r" \1\2/\3\4"),
-    (r"(?<=[0-9])(?:,?\\[,!]|\{,\})(?=[0-9]{3})", ","),  # 1\,000 and 1{,}000 are 1,000
-    (r"\^\{?\\circ\}?|\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox|boxed|left|right|q?quad)(?![A-Za-z])|\\[,;:! ]|~", " "),
+    (r"(?<=[0-9])(?:(?:\\!)?,?\\[,!]|\{,\})(?=[0-9]{3})", ","),  # 1\,000 and 1{,}000 are 1,000
+    (r"\^\{?\\circ\}?|\\(?:(?:text|math)(?:bf|it|rm)?|mbox|boxed|left|right|q?quad)(?![A-Za-z])|\\[][(),;:! ]|~", " "),
     (r"\\(?=[%$])|[{}]", ""),
     (r"\*\*|[$\u20ac\u00a3\u00a5`\"]", " "),  # a space, so that nothing is joined across them
 )]
 _PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"  # 1,250.5 or 29. or .5
-_WORD, _REMARK = r"[a-z\u00df-\u00f6]+", r"[a-z\u00df-\u00f6\s%\u00b0.,;!'()/-]*"  # words after a number
+_WORD, _REMARK = r"[a-z\u00df-\u00f6]+", r"(?:[a-z\u00df-\u00f6\s%\u00b0.,;!'()/-]|(?<=[ckm]m|ft|in)\^[23])*"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:([0-9]+)\s+(?=[0-9]+\s*/))?({_PLAIN})(?:\s*/\s*({_PLAIN}))?({_REMARK})")
 _JOINED_UNITS = set("c f cm mm m km kg g mg l ml ft in lb lbs oz s h hr min mph".split())  # 5kg, but 5k is 5,000
 # Words that make a number another one, or an answer one of several; so does any lone letter that is no unit

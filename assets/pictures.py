@@ -138,7 +138,7 @@ def curves(path, folder):
     for axes, (column, title) in zip(grid.flat, (
             ("eval_greedy", "greedy accuracy, held-out"), ("reward", "mean reward of the samples"),
             ("length", "length of the answers, tokens"), ("entropy", "entropy, nats per token"),
-            ("grad_norm", "gradient norm, before clipping"), ("overlap_entropy", "kept tokens that entropy would keep"))):
+            ("grad_norm", "gradient norm, before clipping"), ("overlap_entropy", "kept also by entropy"))):
         band(axes, folder, column)
         axes.set_title(title)
     grid[0, 0].legend()
@@ -206,7 +206,7 @@ def tokens_page(groups):
 
 
 def tokens(path, run, groups=3):
-    """tokens.html: answers to the next training problems, with all their numbers; live groups first, then a dead one."""
+    """tokens.html: answers to the next training problems and all their numbers; live groups first, then a dead one."""
     position, G = run.position, run.config.group_size
     rollout, rewards, A, omega, norms = measure(run)
     run.position = position

@@ -1,4 +1,8 @@
-"""Puts the five files on the path, fixes the seed of every test, and keeps the slow tests for `pytest -m slow`."""
+"""Puts the five files on the path, fixes the seed of every test, and keeps the slow tests for `pytest -m slow`.
+
+A test that takes `tried` counts what it tried, `tried["kills survived"] += 1`; the end of the run shows the sums.
+"""
+import collections
 import sys
 from pathlib import Path
 
@@ -6,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TRIED = collections.Counter()
 
 
 def pytest_configure(config):
@@ -17,3 +22,15 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tried():
+    return TRIED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if TRIED:
+        terminalreporter.section("what was tried")
+        for what, count in sorted(TRIED.items()):
+            terminalreporter.write_line(f"{count:>9,}  {what}")
