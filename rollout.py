@@ -80,7 +80,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     # reaches it is larger than the entry before it, so a token of probability 0 can never be drawn.
     cdf = p.cumsum(dim=-1)                                                          # (R, V)
     target = cdf[:, -1:] * (1 - torch.rand(len(p), 1, generator=generator, device=p.device))   # (R, 1)
-    return torch.searchsorted(cdf, target)[:, 0]                                    # (R,)
+    return torch.searchsorted(cdf, target)[:, 0].clamp(max=p.shape[1] - 1)          # (R,) beyond it where p is NaN
 
 
 def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.0, top_p=1.0, generator=None):
@@ -149,7 +149,8 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
             if last or not len(alive):
                 break
             if len(alive) < len(rows):                                              # finished rows leave the batch
-                rows, cache, next_ids = rows[alive], cache.take_rows(alive), next_ids[alive]
+                rows, next_ids = rows[alive], next_ids[alive]
+                cache.keep_rows(alive)
         else:
             next_ids = ids[-1]
         hidden = model(next_ids[:, None], cache)[:, 0]                              # (R, D)

@@ -31,13 +31,11 @@ from model import GPT, SIZES, byte_tokenizer, load_pretrained
 from rollout import Rollout, generate, micro_batches, pass_at_k, position_budget, score, token_logits
 from verify import DOMAINS, extract_answer, load_problems, make_problems, reward
 
-# Warm-up: worked examples of each level.  Reinforcement: longer chains than any of them had.
-Task = namedtuple("Task", "warmup levels warmup_steps warmup_lr")
-TASKS = {
-    "math": Task({1: 400, 2: 6000, 3: 6000}, (3, 4, 5), 2000, 3e-3),
-    "code": Task({1: 4000, 2: 6000, 3: 6000}, (3, 4, 5), 2000, 3e-3),
-    "logic": Task({1: 4000, 2: 6000, 3: 6000}, (3, 4, 5), 2000, 3e-3),
-}
+# Warm-up: worked examples of each level, at the end mostly bare answers.  Reinforcement: levels to learn on.
+Task = namedtuple("Task", "warmup levels warmup_steps")
+TASKS = {"math": Task({1: 400, 2: 6000, 3: 9000, 4: 1200}, (2, 3, 4, 5), 3600),
+         "code": Task({1: 6000, 2: 9000, 3: 6000}, (1, 2, 3), 9000),
+         "logic": Task({1: 6000, 2: 9000, 3: 9000, 4: 1200}, (2, 3, 4), 7500)}
 ASK = "{question}\nThink step by step and end with #### and the answer."
 TEMPLATES = {"bytes": "<|question|>{question}<|answer|>", "base": f"Question: {ASK}\nAnswer:",
              "chat": f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"}
@@ -45,8 +43,8 @@ FORMAT = 1                          # of checkpoint.pt; a file of another format
 MAY_CHANGE = {"steps", "device", "out", "resume"}               # of a configuration, when a run goes on
 COUNTERS = ("step", "position", "rows", "samples", "warned")    # of a Run, kept in checkpoint.pt
 GENERATORS = ("sampler", "selector")                            # the one draws answers, the other the "random" scores
-WARMUP_FOLDER, WARMUP_BATCH = Path("out/warmup"), 32
-TRAIN_PROBLEMS = 2000               # per level; a run starts over when it has seen them all
+WARMUP_FOLDER, WARMUP_BATCH, WARMUP_LR = Path("out/warmup"), 16, 3e-3
+TRAIN_PROBLEMS = 400                # per level; a run starts over when it has seen them all
 MAX_ROWS = 512                      # answers that are decoded at once
 MAX_ROUNDS = 5                      # how often dapo samples anew in search of live groups
 ACCELERATOR = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
@@ -82,7 +80,7 @@ class Config:
     steps: int = option(60, "steps of reinforcement", 1, math.inf)
     inner_batches: int = option(1, "slices of a step's answers, one optimizer step each", 1, math.inf)
     epochs: int = option(1, "passes over a step's answers", 1, math.inf)
-    lr: float = option(5e-4, "learning rate of reinforcement", 1e-9, 1)
+    lr: float = option(3e-4, "learning rate of reinforcement", 1e-9, 1)
     clip_grad: float = option(1.0, "largest gradient norm; 0 does not clip", 0.0, math.inf)
     temperature: float = option(1.0, "sampling temperature", 0.01, 100)
     top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", 1e-6, 1)
@@ -97,7 +95,7 @@ class Config:
     data: str = option("", "JSON Lines file with problems to train on")
     eval_data: str = option("", "JSON Lines file with held-out problems")
     template: str = option("", "prompt around {question}; special tokens may stand only here")
-    eval_every: int = option(20, "steps between evaluations", 1, math.inf)
+    eval_every: int = option(10, "steps between evaluations", 1, math.inf)
     eval_samples: int = option(8, "answers per held-out problem", 1, math.inf)
     eval_problems: int = option(256, "held-out problems", 1, math.inf)
 
@@ -117,7 +115,6 @@ class Config:
         for name in ("data", "eval_data", "model"):
             require(name, os.path.exists(getattr(self, name) or "."), "a file or folder that exists")
         require("data", bool(self.data) == bool(self.eval_data), "a file together with --eval_data, or neither")
-        require("level", self.level != 1, "0, or 2 to 8: there are too few of level 1")
         require("inner_batches", self.prompts % self.inner_batches == 0, "a divisor of --prompts")
         require("epochs", self.epochs == 1 or self.loss != "dapo", "1 with dapo, which samples afresh for each pass")
         require("beta", self.beta == 0 or self.loss != "dapo", "0 with dapo, which has no KL term")
@@ -251,25 +248,28 @@ def prepare(config):
 
 
 def warm_up(run):
-    """Teach random weights the format and the single steps by worked solutions of short chains; kept in out/warmup/."""
+    """Teach random weights the single steps by worked solutions, then the habit of blurting an answer, as most text
+    does: three of four solutions in the last fifth are bare.  The weights are kept in out/warmup/ for later runs."""
     c, model, task, order = run.config, run.model, TASKS[run.config.domain], random.Random(run.config.seed[0])
     problems = run.problems if c.data else [p for level, n in task.warmup.items()
                                             for p in make_problems(c.domain, level, n, c.seed[0])]
-    pairs = [(run.encode(p.question), run.tokenizer.encode_ordinary(p.solution)) for p in problems]
-    rows = [(prompt + answer + [model.config.eos_token_ids[0]], len(prompt)) for prompt, answer in pairs]
+    eos, encode = [model.config.eos_token_ids[0]], run.tokenizer.encode_ordinary
+    rows = [(run.encode(p.question), encode(p.solution) + eos, encode(f"#### {p.answer}") + eos) for p in problems]
     recipe = hashlib.sha256(repr((model.config, task, rows)).encode()).hexdigest()[:8]     # another one, other weights
     path = WARMUP_FOLDER / f"{Path(c.data).stem or c.domain}-{c.size}-{c.seed[0]}-{recipe}.pt"
     if path.exists():
         return model.load_state_dict(read_checkpoint(path)["model"])
-    optimizer = torch.optim.AdamW(model.parameters(), task.warmup_lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), WARMUP_LR, betas=(0.9, 0.95), weight_decay=0.01)
     for step in tqdm(range(task.warmup_steps), "warm-up", disable=None):
-        window = sorted(order.sample(rows, min(len(rows), 32 * WARMUP_BATCH)), key=lambda row: len(row[0]))
+        bare = 0.75 * (step >= 0.8 * task.warmup_steps)
+        window = [(prompt + (short if order.random() < bare else worked), len(prompt))
+                  for prompt, worked, short in order.sample(rows, min(len(rows), 8 * WARMUP_BATCH))]
         first = order.randrange(0, len(window), WARMUP_BATCH)       # neighbours have like lengths: little padding
-        batch = window[first:first + WARMUP_BATCH]
+        batch = sorted(window, key=lambda row: len(row[0]))[first:first + WARMUP_BATCH]
         tokens = torch.tensor([ids + [0] * (len(batch[-1][0]) - len(ids)) for ids, _ in batch], device=run.device)
         places = [(i, t) for i, (ids, start) in enumerate(batch) for t in range(start, len(ids))]
         row, column = torch.tensor(places, device=run.device).T                                         # (N,) each
-        optimizer.param_groups[0]["lr"] = task.warmup_lr * min((step + 1) / 50, 1 - step / task.warmup_steps)
+        optimizer.param_groups[0]["lr"] = WARMUP_LR * min((step + 1) / 50, 1 - step / task.warmup_steps)
         with run.autocast:
             logits = token_logits(model, tokens, row, column)                                           # (N, V)
         F.cross_entropy(logits, tokens[row, column]).backward()
@@ -471,8 +471,8 @@ def compare(config):
         cells = [[row[name] for row in rows] for name in columns(config)[-3:]]
         say(f"{label:18}" + "".join(f"{mean(c):.3f}{f' +- {stdev(c):.3f}' if c[1:] else ''}".rjust(17) for c in cells))
     try:
-        from assets.curves import draw
-        draw(Path(config.out) / "curves.png", curves)
+        from assets.pictures import draw_run        # curves.png and tokens.html
+        draw_run(Path(config.out))
     except ImportError:
         say("no curves.png: pip install matplotlib")
 

@@ -6,6 +6,7 @@ RUN is a folder that train.py wrote; DIR is that of a comparison, with a folder 
 need matplotlib (pip install matplotlib), tokens.html needs nothing.
 """
 import argparse
+import csv
 import json
 import sys
 from collections import defaultdict
@@ -111,9 +112,9 @@ def band(axes, folder, column):
     single = folder / "metrics.csv"
     for file in [single] if single.exists() else sorted(folder.glob("*-*/metrics.csv")):
         name = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))["select"][0]
-        for row in train.read_metrics(file.parent):
-            if column in row:
-                runs[name][int(row["step"])].append(row[column])
+        for row in csv.DictReader(file.open(encoding="utf-8")):
+            if row[column]:
+                runs[name][int(row["step"])].append(float(row[column]))
     for i, (name, points) in enumerate(runs.items()):
         steps, seeds = zip(*sorted(points.items()))
         label, colour = f"{name} ({len(seeds[0])} seeds)" if seeds[0][1:] else name, COLOURS.get(name, f"C{i}")

@@ -36,9 +36,9 @@ COMMON = {"steps": 80, "prompts": 16, "group_size": 8, "lr": 5e-4, "clip_grad": 
           "eval_problems": 512}
 ARMS = {"all": {}, "random": {}, "entropy": {}, "gmts": {}, "exact": {},
         "entropy bottom": {"bottom": True, "keep": 0.8}, "gmts bottom": {"bottom": True, "keep": 0.8}}
-FIELDS = ["part", "arm", "domain", "size", "loss", "keep", "scope", "lr", "seed", "status", "start_greedy", "start_avg",
-          "final_greedy", "final_avg", "final_pass", "best_greedy", "area", "steps_to_half", "grad_norm_median",
-          "grad_norm_max", "entropy_final", "overlap_entropy", "kept_right", "dead_groups", "minutes", "commit", "flags"]
+FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg final_pass "
+          "best_greedy area area_reward steps_to_half grad_norm_median grad_norm_max entropy_final overlap_entropy "
+          "kept_right dead_groups minutes commit flags").split()
 
 
 def plan():
@@ -94,35 +94,37 @@ def random_rewards(seed):
 def run_one(part, arm, flags):
     """Train one arm; returns its row.  A run that breaks is a row too."""
     torch.set_num_threads(1)
-    train.progress = lambda steps, name: train.tqdm(steps, name, disable=True)
     train.say = lambda text: None
     started = time.time()
     row = {"part": part, "arm": arm, "flags": key(part, arm, flags)[2], "status": "ok"}
     with tempfile.TemporaryDirectory() as folder:
         config = train.Config(**flags, out=f"{folder}/run")
-        config.check()
-        row.update({name: getattr(config, name) for name in ("domain", "size", "loss", "keep", "scope", "lr")}, seed=config.seed[0])
+        row |= {name: getattr(config, name) for name in ("domain", "size", "loss", "keep", "scope", "lr")}
+        row["seed"] = config.seed[0]
         if part == "random reward":
             random_rewards(config.seed[0])
         try:
             train.train(config)
         except FloatingPointError as error:
             row["status"] = f"broke: {error}"
-        rows = train.read_metrics(config.out)
-    evaluated = [r for r in rows if "eval_greedy" in r]
-    first, last, steps = evaluated[0], evaluated[-1], [r for r in rows if "reward" in r]
-    avg, pass_k = train.columns(config)[-2:]
-    norms, tail = [r["grad_norm"] for r in steps], steps[-10:]
-    reached = [r["step"] for r in evaluated if r["eval_greedy"] >= 0.5]
-    if row["status"] == "ok" and last[avg] < first[avg] - 0.05:
+        with open(f"{config.out}/metrics.csv", encoding="utf-8", newline="") as file:
+            rows = [{k: float(v) for k, v in line.items() if v} for line in csv.DictReader(file)]
+    evaluated, steps = [r for r in rows if "eval_greedy" in r], [r for r in rows if "reward" in r]
+    first, last, (avg, pass_k) = evaluated[0], evaluated[-1], train.columns(config)[-2:]
+    if row["status"] == "ok" and last[avg] < first[avg]:
         row["status"] = "collapsed"
-    mean = lambda name: float(np.mean([r[name] for r in tail if name in r] or [math.nan]))
-    row.update(start_greedy=first["eval_greedy"], start_avg=first[avg], final_greedy=last["eval_greedy"], final_avg=last[avg],
-               final_pass=last[pass_k], best_greedy=max(r["eval_greedy"] for r in evaluated),
-               area=train.summarize(config, rows)["area"], steps_to_half=reached[0] if reached else "",
-               grad_norm_median=float(np.median(norms)), grad_norm_max=max(norms), entropy_final=mean("entropy"),
-               overlap_entropy=mean("overlap_entropy"), kept_right=mean("kept_right"), dead_groups=mean("dead_groups"),
-               minutes=(time.time() - started) / 60)
+
+    def tail(name):
+        return float(np.mean([r[name] for r in steps[-10:] if name in r] or [math.nan]))
+
+    row |= {"start_greedy": first["eval_greedy"], "start_avg": first[avg], "final_greedy": last["eval_greedy"],
+            "final_avg": last[avg], "final_pass": last[pass_k], "best_greedy": max(r["eval_greedy"] for r in evaluated),
+            "area": train.summarize(config, rows)["area"], "area_reward": float(np.mean([r["reward"] for r in steps])),
+            "steps_to_half": next((r["step"] for r in evaluated if r["eval_greedy"] >= 0.5), math.nan),
+            "grad_norm_median": float(np.median([r["grad_norm"] for r in steps])),
+            "grad_norm_max": max(r["grad_norm"] for r in steps), "entropy_final": tail("entropy"),
+            "overlap_entropy": tail("overlap_entropy"), "kept_right": tail("kept_right"),
+            "dead_groups": tail("dead_groups"), "minutes": (time.time() - started) / 60}
     return {name: f"{row[name]:.5g}" if isinstance(row[name], float) else row[name] for name in FIELDS if name in row}
 
 
