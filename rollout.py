@@ -148,9 +148,11 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
             first, next_ids, ids, values = step + 1, ids[-1], [], []
             if last or not len(alive):
                 break
-            if len(alive) < len(rows):                                              # finished rows leave the batch
-                rows, next_ids = rows[alive], next_ids[alive]
-                cache.keep_rows(alive)
+            if (n := len(alive)) < len(rows):       # finished rows leave; the last rows still alive fill their places
+                order = torch.arange(n, device=device)                              # (R',)
+                order[~torch.isin(order, alive)] = alive[alive >= n]
+                rows, next_ids = rows[order], next_ids[order]
+                cache.keep_rows(order)
         else:
             next_ids = ids[-1]
         hidden = model(next_ids[:, None], cache)[:, 0]                              # (R, D)

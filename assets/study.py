@@ -1,15 +1,14 @@
 """The study: does choosing tokens by gradient magnitude help, and when?  Every run is one row of assets/study.csv.
 
-    python assets/study.py run [PART ...] [--jobs 2]   runs what assets/study.csv does not hold yet; stop and go on as you like
+    python assets/study.py run [PART ...] [--jobs 2]   runs what the CSV does not hold yet; stop it, go on with it
     python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
 
-All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with one
-thread each.
+All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with
+one thread each.
 """
 import argparse
 import csv
-import hashlib
 import math
 import os
 import subprocess
@@ -32,12 +31,13 @@ TABLE = ROOT / "assets" / "study.csv"
 # Controls that only the study needs: each leaves one factor of "exact" out.
 gmts.SELECTIONS["norm"] = lambda entropy, omega, norm: norm
 gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
-COMMON = {"steps": 80, "prompts": 16, "group_size": 8, "lr": 5e-4, "clip_grad": 0.0, "eval_every": 20, "eval_samples": 16,
-          "eval_problems": 512}
+COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 30,
+          "eval_samples": 16, "eval_problems": 512}
 ARMS = {"all": {}, "random": {}, "entropy": {}, "gmts": {}, "exact": {},
         "entropy bottom": {"bottom": True, "keep": 0.8}, "gmts bottom": {"bottom": True, "keep": 0.8}}
-FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg final_pass "
-          "best_greedy area area_reward steps_to_half grad_norm_median grad_norm_max entropy_final overlap_entropy "
+FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
+          "final_pass best_greedy area area_reward steps_to_half grad_norm_median grad_norm_max entropy_final "
+          "overlap_entropy "
           "kept_right dead_groups minutes commit flags").split()
 
 
@@ -53,7 +53,7 @@ def plan():
                     runs.append(("keep", arm, {"domain": domain, "seed": (seed,), "keep": keep}))
             for arm in ("norm", "omega"):
                 runs.append(("main", arm, {"domain": domain, "seed": (seed,)}))
-    for lr in (2e-4, 1e-3):
+    for lr in (1e-4, 1e-3):
         for domain in train.DOMAINS:
             for arm in ("all", "random", "entropy", "gmts", "exact"):
                 for seed in range(3):
@@ -136,7 +136,7 @@ def read_table():
 
 
 def commit():
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
 
 def run(parts, jobs, minutes):
@@ -146,12 +146,13 @@ def run(parts, jobs, minutes):
     todo = [t for t in todo if key(*t) not in done]
     print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
     deadline, version = time.time() + 60 * minutes, commit()
-    # max_tasks_per_child: a fresh process for each run, so that nothing of one run (a patched reward) reaches the next.
-    with ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
-        waiting, running = list(todo), set()
-        while (waiting and time.time() < deadline) or running:
-            while waiting and len(running) < jobs and time.time() < deadline:
-                running.add(pool.submit(run_one, *waiting.pop(0)))
+    # max_tasks_per_child: a fresh process for each run, so that nothing of one (a patched reward) reaches the next.
+    spawn = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=spawn) as pool:
+        running = set()
+        while (todo and time.time() < deadline) or running:
+            while todo and len(running) < jobs and time.time() < deadline:
+                running.add(pool.submit(run_one, *todo.pop(0)))
             finished = next(as_completed(running))
             running.remove(finished)
             row = finished.result() | {"commit": version}
@@ -161,5 +162,69 @@ def run(parts, jobs, minutes):
                 if new:
                     writer.writeheader()
                 writer.writerow(row)
-            print(row["part"], row["arm"], row["domain"], "keep", row["keep"], "lr", row["lr"], "seed", row["seed"], row["status"],
-                  f"greedy {row['start_greedy']} -> {row['final_greedy']}, avg {row['final_avg']}, {row['minutes']} min", flush=True)
+            print(*(row[name] for name in ("part", "arm", "domain", "keep", "lr", "seed", "status")), "greedy",
+                  row["start_greedy"], "->", row["final_greedy"], "avg", row["final_avg"], row["minutes"], "min",
+                  flush=True)
+
+
+def again(number):
+    """Run row `number` (from 1) of the table once more; says whether every result is the same."""
+    old = read_table()[number - 1]
+    part, arm, flags = next((p, a, flags_of(a, f)) for p, a, f in plan()
+                            if key(p, a, flags_of(a, f)) == (old["part"], old["arm"], old["flags"]))
+    new = run_one(part, arm, flags)
+    changed = [n for n in FIELDS if n not in ("minutes", "commit") and old[n] != str(new.get(n, ""))]
+    print(f"row {number}, {arm}: " + (f"differs in {', '.join(changed)}" if changed else "the same numbers again"))
+    return bool(changed)
+
+
+def interval(values, resamples=4000):
+    """Mean of values and its 95% interval, by drawing seeds with replacement."""
+    values = np.array(values)
+    draws = values[np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))].mean(axis=1)
+    return values.mean(), *np.quantile(draws, (0.025, 0.975))
+
+
+def report():
+    """Print, for each setting, every arm's accuracy, and its paired differences to entropy and to all."""
+    settings = {}
+    for row in read_table():
+        name = tuple(row[n] for n in ("part", "domain", "size", "loss", "lr", "scope"))
+        keep = row["keep"] if row["part"] == "keep" else "0.2"
+        settings.setdefault((*name, keep), {}).setdefault(row["arm"], {})[int(row["seed"])] = row
+    for setting, arms in settings.items():
+        print("\n" + ", ".join(setting[:-1]) + f", keep {setting[-1]}")
+        print(f"{'arm':16}{'seeds':>6}{'greedy':>8}{'avg@16':>8}{'area':>8}{'collapsed':>10}"
+              "   avg@16 minus that of entropy, of all")
+        for arm, seeds in arms.items():
+            numbers = [np.mean([float(r[n]) for r in seeds.values()])
+                       for n in ("final_greedy", "final_avg", "area_reward")]
+            broken = sum(r["status"] != "ok" for r in seeds.values())
+            line = f"{arm:16}{len(seeds):6}" + "".join(f"{x:8.3f}" for x in numbers) + f"{broken:10}   "
+            for other in ("entropy", "all"):
+                common = sorted(seeds.keys() & arms.get(other, {}).keys())
+                if arm != other and len(common) > 1:
+                    gaps = [float(seeds[s]["final_avg"]) - float(arms[other][s]["final_avg"]) for s in common]
+                    mean, low, high = interval(gaps)
+                    needed = math.ceil((2.8 * np.std(gaps, ddof=1) / 0.01) ** 2)    # 80% power, 5% level, 1 point
+                    line += f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] ({needed} seeds for 1 point)  "
+            print(line)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report", "again"))
+    parser.add_argument("names", nargs="*", help="parts to run, or the row to run again")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    arguments = parser.parse_args()
+    if arguments.what == "run":
+        run(arguments.names, arguments.jobs, arguments.minutes)
+    elif arguments.what == "report":
+        report()
+    else:
+        sys.exit(again(int(arguments.names[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""How fast each part is, and against what: `python tests/bench.py` prints one table and, as its last line, JSON.
+
+Everything runs on random weights, so nothing is downloaded; on two CPU cores it takes under three minutes.  Rates are
+the best of a few interleaved tries, as other programs can only slow a try down.  With a GPU it adds bfloat16 and
+--compile.  An update's memory is measured in a process of its own, `python tests/bench.py memory SELECT DEAD DTYPE`.
+"""
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+
+import train
+from gmts import select_tokens, token_scores
+from model import SIZES, GPT, GPTConfig, byte_tokenizer
+from rollout import Rollout, generate, sample
+from verify import make_problems
+
+DEVICE = train.Config().device if train.Config().device != "auto" else train.ACCELERATOR
+# The rollout that the peers were measured on: 4 prompts x 8 answers, up to 24 + 64 tokens.
+PEERS = GPTConfig(hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+                  vocab_size=64, embedding_rows=64, eos_token_ids=(1,))
+# The widths and the vocabulary of SmolLM2-135M, which has 30 layers.
+LARGE = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+             vocab_size=49152, embedding_rows=49152)
+LAYERS = 6
+
+
+def wait():
+    """A GPU works on after the call returns; a clock has to wait for it."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def best(tries, *functions):
+    """The shortest time in seconds of each function, their tries interleaved; one try before does not count."""
+    seconds = [[] for _ in functions]
+    for number in range(tries + 1):
+        for function, taken in zip(functions, seconds):
+            wait()
+            start = time.perf_counter()
+            function()
+            wait()
+            taken.append(time.perf_counter() - start)
+    return [min(taken[1:]) for taken in seconds]
+
+
+def matmul_rate(dtype=torch.float32):
+    """FLOP/s of a large matrix product, which no program here can beat."""
+    n = 8192 if DEVICE == "cuda" else 1536
+    a = torch.randn(n, n, device=DEVICE, dtype=dtype)
+    return 2 * n ** 3 / best(5, lambda: a @ a)[0]
+
+
+def matrices(config):
+    """Weights that every token meets in a matrix product, the output matrix apart: 2 FLOP each forward, 4 backward."""
+    return sum(p.numel() for p in GPT(config).blocks.parameters() if p.dim() == 2)
+
+
+# ---- rollout
+
+def ragged_prompts(count, longest, vocab_size):
+    """Prompts of random ids whose lengths differ."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, vocab_size, (longest - 3 * (i % 4),), generator=generator).tolist() for i in range(count)]
+
+
+@torch.inference_mode()
+def uncached(model, prompts, group_size, new):
+    """Generation as one would first write it: the whole text through the model for each token; the answers' lengths."""
+    lengths = torch.tensor([len(p) for p in prompts], device=DEVICE).repeat_interleave(group_size)      # (B,)
+    width, row = int(lengths.max()), torch.arange(len(lengths), device=DEVICE)
+    tokens = torch.tensor([p + [0] * (width + new - len(p)) for p in prompts], device=DEVICE)           # (P, T)
+    tokens = tokens.repeat_interleave(group_size, dim=0)                                                # (B, T)
+    eos = torch.tensor(model.config.eos_token_ids, device=DEVICE)
+    alive, count = torch.ones_like(row, dtype=torch.bool), torch.zeros_like(row)                        # (B,) each
+    for step in range(new):
+        hidden = model(tokens[:, :width + step])[row, lengths + step - 1]                               # (B, D)
+        tokens[row, lengths + step] = ids = sample(model.logits(hidden))
+        count += alive
+        alive = alive & ~torch.isin(ids, eos)
+        if not alive.any():
+            break
+    return count
+
+
+def transformers_generate(model, prompts, group_size, new):
+    """The same with Hugging Face transformers, from a folder that our model wrote: a function; None without it."""
+    if not (find_spec("transformers") and find_spec("safetensors")):
+        return None
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).eval()
+    width, eos = max(map(len, prompts)), torch.tensor(model.config.eos_token_ids, device=DEVICE)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=DEVICE)                    # (P, width)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)        # (P, width)
+
+    def run():
+        with torch.inference_mode():
+            out = theirs.generate(ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0,
+                                  num_return_sequences=group_size, eos_token_id=eos.tolist())[:, width:]
+        ended = torch.isin(out, eos).int().cumsum(dim=1)                                                # (B, new)
+        return (ended == 0).sum(dim=1) + (ended[:, -1] > 0)
+    return run
+
+
+def rates(tries, functions):
+    """Tokens per second, EOS included and padding not, of functions that return the answers' lengths; best of tries."""
+    rate = [0.0] * len(functions)
+    for number in range(tries + 1):
+        for i, function in enumerate(functions):
+            wait()
+            start = time.perf_counter()
+            tokens = int(function().sum())
+            if number:
+                rate[i] = max(rate[i], tokens / (time.perf_counter() - start))
+    return rate
+
+
+def rollout_rates(config, prompts, group_size, new, tries, alone=False, dtype=torch.float32):
+    """Tokens per second: ours, and unless `alone` uncached and transformers (0 if not installed)."""
+    torch.manual_seed(0)
+    model, texts = GPT(config).to(DEVICE), ragged_prompts(prompts, 24, config.vocab_size)
+
+    def ours():
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return generate(model, texts, group_size, new, config.eos_token_ids).answer_mask.sum(dim=1)
+    functions = [ours]
+    if not alone:
+        functions.append(lambda: uncached(model, texts, group_size, new))
+        functions += filter(None, [transformers_generate(model, texts, group_size, new)])
+    return (rates(tries, functions) + [0.0, 0.0])[:3]
+
+
+# ---- update
+
+def make_update(config, select, dead, prompts, group_size, new, **flags):
+    """A function that runs train.update once, on a made-up batch in which `dead` of all groups have equal rewards."""
+    torch.manual_seed(0)
+    run = train.Run(train.Config(select=(select,), device=DEVICE, **flags), GPT(config).to(DEVICE), None, "")
+    B, G, width = prompts * group_size, group_size, 24
+    lengths = torch.randint(new // 4, new + 1, (B,))                                            # (B,)
+    column = torch.arange(width + new)                                                          # (T,)
+    mask = (column >= width) & (column < width + lengths[:, None])                              # (B, T)
+    entropy = torch.rand(B, width + new) ** 4 * mask            # most tokens are nearly certain, as in real answers
+    tokens = torch.randint(2, config.vocab_size, mask.shape)                                    # (B, T)
+    A = torch.tensor([1.0, -1.0]).repeat(B // 2) * (torch.arange(B) // G >= dead * prompts)     # (B,)
+    mask, tokens, entropy, A = (x.to(DEVICE) for x in (mask, tokens, entropy, A))
+    logprobs = torch.zeros_like(entropy)
+    batch = Rollout(tokens, torch.full_like(A, width).long(), mask, logprobs, entropy, entropy, A > 2)
+    scores = token_scores(select, entropy, A[:, None] * mask)                                   # (B, T)
+    kept = select_tokens(scores, mask, 1.0 if select == "all" else 0.2)                         # (B, T)
+    for p in run.model.parameters():        # Adam's state is there before the update, as it is in all steps but one
+        p.grad = torch.zeros_like(p)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return lambda: train.update(run, batch, kept, A, logprobs)
+
+
+def memory():
+    """The largest memory so far, in bytes."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():         # Linux: there ru_maxrss starts with what the parent process had
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def large(select, dead, **flags):
+    """One update of a model of the shape of SmolLM2, LAYERS deep, as a function."""
+    return make_update(GPTConfig(num_hidden_layers=LAYERS, **LARGE), select, dead, 4, 4, 96, **flags)
+
+
+def print_memory(select, dead, dtype):
+    """The peak memory of an update in bytes, and how much of it is above weights, gradients and Adam's state."""
+    step = large(select, float(dead), dtype=dtype)
+    rest = memory()
+    step()
+    print(json.dumps([memory(), memory() - rest]))
+
+
+def update_memory(*arguments):
+    command = [sys.executable, __file__, "memory", *map(str, arguments)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+
+
+# ---- selection, a whole step
+
+def selection_seconds(n):
+    """Scoring and selecting n sampled tokens, in answers of 100."""
+    entropy, A = torch.rand(n // 100, 100, device=DEVICE), torch.randn(n // 100, 1, device=DEVICE)
+    mask = torch.ones_like(entropy, dtype=torch.bool)
+    return best(5, lambda: select_tokens(token_scores("gmts", entropy, A * mask), mask))[0]
+
+
+def step_phases(steps=4):
+    """Seconds of rollout, scoring with selection, and update in a default step; the reward is a coin."""
+    train.reward = lambda text, gold: float(len(text) % 2)
+    run = train.Run(train.Config(device=DEVICE), GPT(SIZES["tiny"]).to(DEVICE), byte_tokenizer(),
+                    train.TEMPLATES["bytes"])
+    run.problems = make_problems("math", 3, 500, 0)
+    rows = [train.reinforce(run) for _ in range(steps + 1)][1:]
+    return min(([row["rollout_s"], row["score_s"], row["update_s"]] for row in rows), key=sum)
+
+
+def main():
+    torch.manual_seed(0)
+    peak, gpu = matmul_rate(), DEVICE == "cuda"
+    name = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
+    print(f"torch {torch.__version__}, {name}; a large matrix product: {peak / 1e9:,.0f} GFLOP/s\n")
+    print(f"{'':58}{'ours':>12}{'other':>12}  {'ratio':>7}")
+
+    def line(what, ours, other=None, unit="", digits=0, ratio=None):
+        cells = [f"{x:,.{digits}f}" if x else "" for x in (ours, other)]
+        ratio = f"{ratio:.2f}" if ratio else ""
+        print(f"{what:58}{cells[0]:>12}{cells[1]:>12}  {ratio:>7}  {unit}", flush=True)
+
+    ours, naive, theirs = rollout_rates(PEERS, 4, 8, 64, 4)
+    line("rollout, 4 x 8 answers, up to 64 tokens: uncached", ours, naive, "tok/s", ratio=ours / naive)
+    line("rollout, the same: transformers' generate", ours, theirs, "tok/s", ratio=theirs and ours / theirs)
+    tiny, *_ = rollout_rates(SIZES["tiny"], 16, 8, 96, 3, alone=True)
+    flops = 2 * (matrices(SIZES["tiny"]) + SIZES["tiny"].hidden_size * SIZES["tiny"].vocab_size)
+    line("rollout, tiny, 16 x 8 answers, up to 96 tokens", tiny, unit="tok/s")
+    line("    its matrix products, of the large one's FLOP/s", tiny * flops / 1e9, peak / 1e9, "GFLOP/s",
+         ratio=tiny * flops / peak)
+    if gpu:
+        line("rollout, the same in bfloat16", rollout_rates(SIZES["tiny"], 16, 8, 96, 3, True, torch.bfloat16)[0],
+             unit="tok/s")
+
+    for dtype, compiled in [("float32", False)] + [("bfloat16", False), ("bfloat16", True)] * gpu:
+        for dead in (0, 0.5):
+            what = f"vocabulary 49,152, {dtype}{', --compile' * compiled}, {dead:.0%} dead groups"
+            seconds = best(2, *(large(select, dead, dtype=dtype, compile=compiled) for select in ("gmts", "all")))
+            line(f"update, {what}", *seconds, "s, 20% and all", 2, seconds[0] / seconds[1])
+            if not compiled:
+                peak_memory, own = zip(*(update_memory(select, dead, dtype) for select in ("gmts", "all")))
+                line("    its peak memory, model and optimizer included", *(x / 2 ** 20 for x in peak_memory), "MiB", 0,
+                     peak_memory[0] / peak_memory[1])
+                line("    its peak memory without them", *(x / 2 ** 20 for x in own), "MiB", 0, own[0] / own[1])
+            if dtype == "float32":
+                large_ratios = seconds[0] / seconds[1], own[0] / own[1]
+    byte = best(4, *(make_update(SIZES["tiny"], s, 0, 16, 8, 96) for s in ("gmts", "all")))
+    line("update, byte vocabulary, tiny, no dead group: time", *byte, "s, 20% and all", 3, byte[0] / byte[1])
+
+    selection = {n: selection_seconds(n) for n in (10 ** 4, 10 ** 5, 10 ** 6)}
+    for n, seconds in selection.items():
+        line(f"score and select, {n:,} tokens", seconds * 1e3, unit="ms", digits=2)
+    phases = step_phases()
+    for what, seconds in zip(("sample and verify", "score and select", "update"), phases):
+        line(f"a default step, tiny, 16 x 8 answers: {what}", seconds * 1e3, unit="ms", digits=1)
+
+    print("\n" + json.dumps({
+        "device": DEVICE, "threads": torch.get_num_threads(), "matmul_gflops": round(peak / 1e9),
+        "rollout_tok_s": round(ours), "rollout_vs_uncached": round(ours / naive, 2),
+        "rollout_vs_transformers": round(ours / theirs, 2) if theirs else None, "rollout_tiny_tok_s": round(tiny),
+        "update_time_ratio": round(large_ratios[0], 3),
+        "update_memory_ratio": round(large_ratios[1], 3),
+        "update_byte_time_ratio": round(byte[0] / byte[1], 3),
+        "select_1m_s": round(selection[10 ** 6], 4), "score_select_share": round(phases[1] / sum(phases), 4)}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["memory"]:
+        print_memory(*sys.argv[2:])
+    else:
+        main()
