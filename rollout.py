@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from gmts import learning_coefficient, select_tokens, token_stats
 from model import KVCache
 
+MAX_ROWS = 512        # answers that are decoded at once
 STEPS_PER_CHECK = 8   # how often the host asks the device who has finished; each question waits for the device
 
 
@@ -103,8 +104,7 @@ def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.
     lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group_size)   # (B,)
     T = int((lengths + live.sum(dim=1)).max())
     tokens = torch.zeros(len(lengths), T, dtype=torch.long, device=device)          # (B, T)
-    padded = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device)         # (P, width)
-    tokens[:, :width] = padded.repeat_interleave(group_size, dim=0)
+    tokens[:, :width] = torch.tensor([p + [0] * (width - len(p)) for p in prompts for _ in range(group_size)])
     row, step = live.nonzero(as_tuple=True)                                         # (N,) each
     column = lengths[row] + step                                                    # (N,)
     tokens[row, column] = sampled[row, step]
@@ -161,7 +161,7 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
 
 def token_logits(model, tokens, row, column, forward=None):
     """Logits (N, V), fp32, of the tokens at (row, column) (N,) of tokens (B, T); only these meet the vocabulary."""
-    hidden = (forward or model)(tokens[:, :-1])                                                  # (B, T - 1, D)
+    hidden = (model if forward is None else forward)(tokens[:, :-1])                # (B, T - 1, D)
     return model.logits(hidden[row, column - 1]).float()                            # (N, V)
 
 
@@ -169,7 +169,7 @@ def score(model, rollout, temperature=1.0):
     """logprobs, entropy, logit_grad_norm (3, B, T) of the sampled tokens under `model`; no gradient."""
     scores = torch.zeros(3, *rollout.tokens.shape, device=rollout.tokens.device)    # (3, B, T)
     with torch.no_grad():
-        for rows, T in micro_batches(rollout.answer_mask, position_budget(model)):
+        for rows, T in micro_batches(rollout.answer_mask, budgets(model)[1]):
             r, t = rollout.answer_mask[rows, :T].nonzero(as_tuple=True)             # (N,) each
             logits = token_logits(model, rollout.tokens[rows, :T], r, t) / temperature                  # (N, V)
             scores[:, rows[r], t] = torch.stack(token_stats(logits, rollout.tokens[rows[r], t]))
@@ -184,21 +184,26 @@ def micro_batches(mask, budget):
     """
     column = torch.arange(1, mask.shape[1] + 1, device=mask.device)                 # (T,)
     widths, order = (mask * column).amax(dim=1).sort(descending=True, stable=True)  # (B,) each
-    order = order[widths > 0]
-    widths = widths[widths > 0].tolist()
+    order, widths = order[widths > 0], widths[widths > 0].tolist()
     while widths:
         n = max(1, budget // widths[0])
         yield order[:n], widths[0]
         order, widths = order[n:], widths[n:]
 
 
-def position_budget(model):
-    """Token positions that one forward and backward may hold: from a GPU's free memory, or what a CPU's cache likes."""
-    c, device = model.config, model.embed.weight.device
-    if device.type != "cuda":
-        return 2048
-    floats = c.num_hidden_layers * (12 * c.hidden_size + 6 * c.intermediate_size) + 3 * c.vocab_size    # for backward
-    return max(c.max_position_embeddings, torch.cuda.mem_get_info(device)[0] // (8 * floats))   # half of it at most
+def budgets(model, width=1):
+    """(rows of `width` tokens to decode at once, positions to hold at once until a backward pass, a line that says so).
+    Estimates from above: each gets half of what weights, gradients and AdamW leave of a GPU, or 4 GB elsewhere; a
+    position takes 12 D + 6 F floats a layer and 3 V for its logits; a row in decoding keys, values and 8 V."""
+    c, n, gpu = model.config, 4e-9 * sum(p.numel() for p in model.parameters()), model.embed.weight.is_cuda     # n: GB
+    layer = 12 * max(c.hidden_size, c.num_attention_heads * c.head_dim) + 6 * c.intermediate_size
+    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * width + 8 * c.vocab_size
+    row, position = 4e-9 * row, 4e-9 * (c.num_hidden_layers * layer + 3 * c.vocab_size)             # GB
+    free = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 1e9 - 4 * n if gpu else 8.0
+    rows, positions = (max(1, int(min(free / 2 / size, most))) for size, most in (
+        (row, MAX_ROWS), (position, math.inf if gpu else 2048)))                    # more would leave a CPU's cache
+    return rows, positions, (f"GB at most: weights {n:.2f} (--beta: twice), gradients {n:.2f}, AdamW {2 * n:.2f}, then "
+                             f"{rows} rows {rows * row:.2f} or {positions} positions {positions * position:.2f}")
 
 
 def pass_at_k(n, right, k):
@@ -213,13 +218,12 @@ if __name__ == "__main__":
     import train
     try:
         run = train.load_run(sys.argv[1])
-    except (IndexError, ValueError, OSError) as error:
+    except (IndexError, ImportError, ValueError, OSError) as error:
         sys.exit(f"usage: python rollout.py RUN, a folder that train.py wrote ({error})")
     print(f"Ask, a question a line (\\n stands for a line break), such as: {run.eval_problems[0].question!r}")
     for line in sys.stdin:
-        question = line.strip().replace("\\n", "\n")
         try:
-            ids = generate(run.model, [run.encode(question)], 1, run.config.max_new_tokens,
+            ids = generate(run.model, [run.encode(line.strip().replace("\\n", "\n"))], 1, run.config.max_new_tokens,
                            run.model.config.eos_token_ids, run.config.temperature, run.config.top_p).answers()[0]
             print(run.tokenizer.decode(ids), flush=True)
         except ValueError as error:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from gmts import SELECTIONS, group_advantages, learning_coefficient, loss_weights, policy_objective, select_tokens
 from gmts import token_scores
 from model import GPT, SIZES, byte_tokenizer, load_pretrained
-from rollout import Rollout, generate, micro_batches, pass_at_k, position_budget, score, token_logits
+from rollout import Rollout, budgets, generate, micro_batches, pass_at_k, score, token_logits
 from verify import DOMAINS, extract_answer, load_problems, make_problems, reward
 
 # Warm-up: worked examples of each level, at the end mostly bare answers.  Reinforcement: levels to learn on.
@@ -45,7 +45,6 @@ COUNTERS = ("step", "position", "rows", "samples", "warned")    # of a Run, kept
 GENERATORS = ("sampler", "selector")                            # the one draws answers, the other the "random" scores
 WARMUP_FOLDER, WARMUP_BATCH, WARMUP_LR = Path("out/warmup"), 16, 3e-3
 TRAIN_PROBLEMS = 400                # per level; a run starts over when it has seen them all
-MAX_ROWS = 512                      # answers that are decoded at once
 MAX_ROUNDS = 5                      # how often dapo samples anew in search of live groups
 ACCELERATOR = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 METRICS = ("step reward pass_rate dead_groups truncated no_answer length length_right length_wrong entropy "
@@ -170,11 +169,11 @@ class Run:
 
     def grade(self, problems, samples, temperature, generator):
         """Sample answers and verify them: Rollout of B rows, B texts, rewards (P, G)."""
-        c, n, prompts = self.config, max(1, MAX_ROWS // samples), [self.encode(p.question) for p in problems]
+        c, prompts = self.config, [self.encode(p.question) for p in problems]
+        n = max(1, budgets(self.model, max(map(len, prompts)) + c.max_new_tokens)[0] // samples)    # prompts at once
+        how = samples, c.max_new_tokens, self.model.config.eos_token_ids, temperature, c.top_p, generator
         with self.autocast:
-            rollout = Rollout.join([
-                generate(self.model, prompts[i:i + n], samples, c.max_new_tokens, self.model.config.eos_token_ids,
-                         temperature, c.top_p, generator) for i in range(0, len(prompts), n)])
+            rollout = Rollout.join([generate(self.model, prompts[i:i + n], *how) for i in range(0, len(prompts), n)])
         texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
         rewards = [reward(text, problems[i // samples].answer) for i, text in enumerate(texts)]
         return rollout, texts, torch.tensor(rewards, device=self.device).view(-1, samples)
@@ -231,12 +230,11 @@ def prepare(config):
                               for n, seed, side in ((TRAIN_PROBLEMS, c.seed[0], False), (c.eval_problems, 0, True)))
     torch.manual_seed(c.seed[0])
     held_out = random.Random("held out").sample(held_out, min(c.eval_problems, len(held_out)))
-    if c.model:
-        model, tokenizer = load_pretrained(c.model, device, torch.float32)
-        template = TEMPLATES["chat" if "<|im_start|>" in tokenizer.special_tokens_set else "base"]
-    else:
-        model, tokenizer, template = GPT(SIZES[c.size]).to(device), byte_tokenizer(), TEMPLATES["bytes"]
-    run = Run(c, model, tokenizer, c.template or template)
+    model, tokenizer = load_pretrained(c.model, device, torch.float32) if c.model else (
+        GPT(SIZES[c.size]).to(device), byte_tokenizer())
+    marks = tokenizer.special_tokens_set
+    kind = "bytes" if "<|question|>" in marks else "chat" if "<|im_start|>" in marks else "base"
+    run = Run(c, model, tokenizer, c.template or TEMPLATES[kind])
     room = model.config.max_position_embeddings - c.max_new_tokens
     run.problems, run.eval_problems = ([p for p in some if len(run.encode(p.question)) <= room]
                                        for some in (problems, held_out))
@@ -336,7 +334,7 @@ def update(run, batch, kept, advantages, ref_logprobs):
         return {"grad_norm": 0.0, "ratio_max": 1.0}
     divisor = {"grpo": "answer", "dapo": "kept", "dr_grpo": "constant"}[c.loss]
     weights = loss_weights(kept, batch.answer_mask, divisor, c.max_new_tokens)                  # (B, T)
-    for rows, T in micro_batches(kept, position_budget(model)):
+    for rows, T in micro_batches(kept, budgets(model)[1]):
         r, t = kept[rows, :T].nonzero(as_tuple=True)                                            # (N,) each
         i = rows[r]                                                                             # (N,) rows of the batch
         with run.autocast:
@@ -400,7 +398,9 @@ def train(config):
         run.restore()
         first = run.step + 1
     run.folder = claim(config)
-    if not first and not config.model:
+    if config.model:
+        say(budgets(run.model, config.max_new_tokens + max(len(run.encode(p.question)) for p in run.eval_problems))[2])
+    elif not first:
         warm_up(run)
     if not first and config.beta:
         run.reference.load_state_dict(run.model.state_dict())
@@ -510,7 +510,7 @@ def main(arguments=None):
     except KeyboardInterrupt as error:
         print(f"train.py: interrupted{error}; python train.py --resume --out {config.out} goes on", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0

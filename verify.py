@@ -4,7 +4,7 @@ Three domains of generated problems stand in for the math, code and commonsense 
 8) is the number of steps; a worked solution writes down one small result per step, then marks the answer:
     math    Ann has 7 nuts, finds 5, loses 3. How many?           7+5=12 -3=9 #### 9
     code    a=3 / b=8 / for i in range(2):b=b+a / print(b)        i=0 8+3 b=11 i=1 11+3 b=14 #### 14
-    logic   Al Bo Cy Di: 12 <<. 1st?  (swap 1, 2; all move up)    12 BACD << ACDB #### Al
+    logic   Al Bo Cy Di: 12 <<. 1st?  (swap; all move up)     ABCD 12 BACD << ACDB #### Al
 `load_problems` reads other people's problems: GSM8K and MATH files as published. `reward` compares the last marked
 answer of a text with the gold answer, exactly where both are numbers; nothing in the text is ever run.
 `python verify.py` shows samples of all three domains, graded.
@@ -120,7 +120,7 @@ def _code_problem(shape, number, rng):
 def _logic_problem(level, number, rng):
     number, place = divmod(number, 4)
     row, moves = _pick(number, _NAMES, 4), _pick(number // math.perm(len(_NAMES), 4), _MOVES, level)
-    question, steps = f"{' '.join(row)}: {' '.join(moves)}. {_PLACES[place]}?", []
+    question, steps = f"{' '.join(row)}: {' '.join(moves)}. {_PLACES[place]}?", ["".join(name[0] for name in row)]
     key = f"{row}{moves}"  # without the place: the four questions about a chain share its worked steps
     for move in moves:
         row = [row[i] for i in _MOVES[move]]

@@ -2,7 +2,6 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import rollout as rollout_module
 from gmts import token_stats
 from model import GPT, GPTConfig
-from rollout import (STEPS_PER_CHECK, Rollout, generate, micro_batches, pass_at_k, position_budget, sample, score,
+from rollout import (STEPS_PER_CHECK, Rollout, budgets, generate, micro_batches, pass_at_k, sample, score,
                      token_logits)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -262,7 +261,7 @@ def test_no_marked_token_no_batch():
 def test_score_does_not_depend_on_the_budget(monkeypatch, budget):
     model = peaked_model()
     r = generate(model, PROMPTS, 3, 25, CONFIG.eos_token_ids, generator=gen())
-    monkeypatch.setattr(rollout_module, "position_budget", lambda model: budget)
+    monkeypatch.setattr(rollout_module, "budgets", lambda model: (8, budget, ""))
     torch.testing.assert_close(score(model, r)[0], r.logprobs, atol=2e-5, rtol=1e-5)
 
 
@@ -270,7 +269,38 @@ def test_token_logits_are_those_of_the_place_before():
     model, tokens = peaked_model(), torch.randint(0, 13, (3, 9))
     row, column = torch.tensor([0, 2, 2]), torch.tensor([1, 4, 8])
     torch.testing.assert_close(token_logits(model, tokens, row, column), model.logits(model(tokens))[row, column - 1])
-    assert position_budget(model) > 0
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_position_takes_at_most_what_the_budget_says(heads):
+    c = GPTConfig(hidden_size=32, intermediate_size=96, num_attention_heads=heads, num_key_value_heads=2, vocab_size=400,
+                  embedding_rows=400, qk_norm=True)
+    model, tokens, found = GPT(c), torch.randint(0, 400, (2, 101)), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    rows, positions, line = budgets(model)
+    assert (rows, positions) == (512, 2048) and line.startswith("GB at most: weights 0.00")
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in weights:
+            found[t.untyped_storage().data_ptr()] = t
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        F.cross_entropy(model.logits(model(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten())
+    saved = sum(t.untyped_storage().nbytes() for t in found.values()) / 200
+    position = 4 * (c.num_hidden_layers * (12 * max(32, heads * 16) + 6 * 96) + 3 * 400)
+    assert 0.3 * position < saved < position
+
+
+@pytest.mark.parametrize("config, gb, rows, positions", [       # Qwen2.5 0.5B and Qwen3 0.6B
+    (dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+          head_dim=64, embedding_rows=151936, attention_bias=True), 1.98, 139, 718),
+    (dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+          head_dim=128, embedding_rows=151936, qk_norm=True), 2.38, 16, 602)])
+def test_budgets_of_large_models_are_small(config, gb, rows, positions):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=151665, **config))
+    assert budgets(model, 1024)[:2] == (rows, positions)
+    assert f"weights {gb:.2f}" in budgets(model, 1024)[2]
 
 
 # ------------------------------------------------------------------------------------------------------------- measures

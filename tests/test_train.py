@@ -1,24 +1,22 @@
 """train.py: gradients against a plain computation, learning, resuming after every kind of end, and bad input."""
-import contextlib
 import csv
+import io
 import json
 import math
 import os
 import pickle
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gmts
-import model as model_module
 import rollout as rollout_module
 import tiny_run
 import train
@@ -134,7 +132,7 @@ def test_gradients_do_not_depend_on_memory_or_order(monkeypatch, loss, beta, kee
     expected = plain_gradient(run, batch, kept, A, ref)
     run.optimizer = Captured(run.model)
     for budget, order in ((10 ** 6, torch.arange(12)), (1, torch.arange(12)), (30, torch.randperm(12))):
-        monkeypatch.setattr(train, "position_budget", lambda model: budget)
+        monkeypatch.setattr(train, "budgets", lambda model: (8, budget, ""))
         result = train.update(run, batch.take_rows(order), kept[order], A[order], ref[order])
         torch.testing.assert_close(run.optimizer.grad, expected, atol=1e-6, rtol=1e-4)
         assert result["grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
@@ -259,7 +257,7 @@ def test_an_evaluation_leaves_the_random_state_alone():
 def test_grading_in_parts_is_grading_at_once(monkeypatch):
     run = letters_run()
     whole = run.grade(run.problems, 2, 0.0, None)
-    monkeypatch.setattr(train, "MAX_ROWS", 5)
+    monkeypatch.setattr(rollout_module, "MAX_ROWS", 5)
     parts = run.grade(run.problems, 2, 0.0, None)
     assert whole[1] == parts[1] and torch.equal(whole[2], parts[2]) and whole[2].shape == (7, 2)
 
@@ -552,7 +550,7 @@ def another_format(path):
 
 @pytest.mark.parametrize("spoil", [
     truncated, another_domain, another_format, lambda path: torch.save({"format": 1, "config": Evil()}, path),
-    lambda path: path.write_bytes(pickle.dumps(Evil())), lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"text"),
+    lambda path: path.write_bytes(pickle.dumps(Evil(), protocol=2)), lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"text"),
     lambda path: torch.save([1, 2], path), lambda path: torch.save({"format": 1, "model": {}}, path),
     lambda path: torch.save(GPT(LETTERS), path)])
 def test_checkpoints_that_are_refused(tiny, tmp_path, capsys, tried, spoil):
@@ -697,6 +695,19 @@ def test_stdout_closed_early(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.stdout.splitlines()[-1] == "0" and (tmp_path / "stderr").read_text() == ""
     assert train.read_checkpoint(tmp_path / "run/checkpoint.pt")["step"] == 5
+
+
+def test_questions_typed_at_a_run(tiny, capsys, monkeypatch):
+    assert cli("--steps", 1, "--out", "run") == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "run"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7+5=?\n\na=1\\nprint(a)\n" + "long " * 40 + "\n\u00e4\n"))
+    runpy.run_path(str(ROOT / "rollout.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.startswith("Ask, ") and "do not fit the context of 160" in out
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "nowhere"])
+    with pytest.raises(SystemExit, match="usage: python rollout.py RUN"):
+        runpy.run_path(str(ROOT / "rollout.py"), run_name="__main__")
 
 
 @pytest.mark.slow

@@ -73,7 +73,10 @@ def start(arguments, folder, stuck=0, limit=0):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tiny_run"])
     process = context.Process(target=child, args=([*FLAGS, *arguments], str(folder), stuck, limit))
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{before}"      # where the server finds tiny_run
     process.start()
+    os.environ["PYTHONPATH"] = before
     return process
 
 
