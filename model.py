@@ -116,12 +116,11 @@ class Block(nn.Module):
         q, k = rotate(qk, cos, sin).to(v.dtype).split([self.heads, self.kv_heads], dim=1)           # (B, H or K, T, E)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)                                                    # (B, K, S, E)
-        if T == 1:      # heads that share a key stand where a sequence's queries would: half the time of repeated keys
-            q = q.reshape(B, self.kv_heads, -1, self.head_dim)                                      # (B, K, H/K, E)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+        if folded := cache is not None and T == 1:      # heads that share a key stand where a sequence's queries would:
+            q = q.reshape(B, self.kv_heads, -1, self.head_dim)          # (B, K, H/K, E), faster than repeated keys
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                                enable_gqa=q.shape[1] != k.shape[1])                 # as q
-        mixed = mixed if T == 1 else mixed.transpose(1, 2)                                          # (B, T, H, E)
-        return self.out(mixed.reshape(B, T, -1))                                                    # (B, T, D)
+        return self.out((mixed if folded else mixed.transpose(1, 2)).reshape(B, T, -1))             # (B, T, D)
 
     def forward(self, x, cos, sin, cache=None, mask=None):
         x = x + self.attention(self.attention_norm(x), cos, sin, cache, mask)                       # (B, T, D)
@@ -159,7 +158,8 @@ class GPT(nn.Module):
         T, start, limit, padding = tokens.shape[1], 0, self.config.max_position_embeddings, 0
         if cache is not None:
             start, limit, padding = cache.length, min(limit, cache.kv.shape[4]), cache.padding[:, None]
-        _require(start + T <= limit, f"{start + T} tokens do not fit the context of {limit}")
+        if start + T > limit:           # not by _require: --compile would compile anew for each T that its text names
+            raise ValueError(f"{start + T} tokens do not fit the context of {limit}")
         mask = None if cache is None else cache.mask(T)                                             # (B, 1, T, S)
         if positions is None:
             positions = (torch.arange(start, start + T, device=tokens.device)[None] - padding).clamp(min=0)   # (B, T)

@@ -34,7 +34,7 @@ from verify import DOMAINS, extract_answer, load_problems, make_problems, reward
 # Warm-up: worked examples of each level, at the end mostly bare answers.  Reinforcement: levels to learn on.
 Task = namedtuple("Task", "warmup levels warmup_steps")
 TASKS = {"math": Task({1: 400, 2: 6000, 3: 9000, 4: 1200}, (2, 3, 4, 5), 3600),
-         "code": Task({1: 6000, 2: 9000, 3: 6000}, (1, 2, 3), 9000),
+         "code": Task({1: 1000, 2: 6000, 3: 9000, 4: 1200}, (2, 3, 4, 5), 4500),
          "logic": Task({1: 6000, 2: 9000, 3: 9000, 4: 1200}, (2, 3, 4), 7500)}
 ASK = "{question}\nThink step by step and end with #### and the answer."
 TEMPLATES = {"bytes": "<|question|>{question}<|answer|>", "base": f"Question: {ASK}\nAnswer:",

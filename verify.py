@@ -3,7 +3,7 @@
 Three domains of generated problems stand in for the math, code and commonsense data of the GMTS paper. The level (1 to
 8) is the number of steps; a worked solution writes down one small result per step, then marks the answer:
     math    Ann has 7 nuts, finds 5, loses 3. How many?           7+5=12 -3=9 #### 9
-    code    a=3 / b=8 / for i in range(2):b=b+a / print(b)        i=0 8+3 b=11 i=1 11+3 b=14 #### 14
+    code    a=3 / a=a*2 / for i in range(2):a=a+4 / print(a)      3 *2=6 i=0 +4=10 i=1 +4=14 #### 14
     logic   Al Bo Cy Di: 12 <<. 1st?  (swap; all move up)     ABCD 12 BACD << ACDB #### Al
 `load_problems` reads other people's problems: GSM8K and MATH files as published. `reward` compares the last marked
 answer of a text with the gold answer, exactly where both are numbers; nothing in the text is ever run.
@@ -31,9 +31,7 @@ Problem = namedtuple("Problem", "question solution answer")  # three texts; the 
 _CHANGES = [f"{sign}{digit}" for sign in "+-" for digit in range(1, 10)] + ["*2"]
 _PEOPLE, _THINGS = ("Ann", "Bob", "Cal", "Dee"), ("nuts", "figs", "pens", "eggs")
 _VERBS = {"+": ("finds", "gets", "buys"), "-": ("loses", "gives", "sells")}
-_OPERATIONS = [f"{left}{sign}{right}" for left in "ab" for sign in "+-" for right in "12345ab" if right != left]
-_STATEMENTS = [f"{target}={operation}" for target in "ab" for operation in _OPERATIONS + ["a*2", "b*2"]]  # "b=a+4"
-_TESTS = [f"{name}>{bound}" for name in "ab" for bound in (4, 9, 14, 19)]
+_BOUNDS = (4, 9, 14, 19)
 _NAMES = "Al Bo Cy Di Ed Fe Gi Hu Ik Jo Ky Lu Mo Ni Oz Pa Ro Si Ty Ul Vi Wu Xi Yu Zo".split()
 _PLACES = ("1st", "2nd", "3rd", "4th")
 # Who stands where in a row of four after a move: 12 swaps the first two, << moves all up and the first to the end
@@ -50,7 +48,7 @@ def _shapes(domain, level):
     for special in ("", "?", "2", "3", "2?", "3?"):
         plain = level - sum(1 if line == "?" else int(line) for line in special)
         for shape in sorted(set(itertools.permutations(special + "1" * plain))) if plain >= 0 else []:
-            count = 2 * (TOP + 1) ** 2 * len(_TESTS) ** shape.count("?") * math.perm(len(_STATEMENTS), len(shape))
+            count = (TOP + 1) * len(_BOUNDS) ** shape.count("?") * math.perm(len(_CHANGES), len(shape))
             shapes.append((shape, count))
     return shapes
 
@@ -88,33 +86,25 @@ def _math_problem(level, number, rng):
 
 
 def _code_problem(shape, number, rng):
-    number, printed = divmod(number, 2)
-    number, a = divmod(number, TOP + 1)
-    number, b = divmod(number, TOP + 1)
-    number, test = divmod(number, len(_TESTS)) if "?" in shape else (number, 0)
-    test, statements = _TESTS[test], _pick(number, _STATEMENTS, len(shape))
-    if len({statement[0] + statement[3:] for statement in statements}) < len(shape):
-        return None  # "a=b+3" and "a=a+3" could look the same in the worked solution
-    values, program, steps = {"a": a, "b": b}, [f"a={a}", f"b={b}"], []
-    for line, statement in zip(shape, statements):
-        target, _, left, sign, right = statement
+    number, value = divmod(number, TOP + 1)
+    number, bound = divmod(number, len(_BOUNDS)) if "?" in shape else (number, 0)
+    program, steps = [f"a={value}"], [f"{value}"]
+    for line, change in zip(shape, _pick(number, _CHANGES, len(shape))):
         head, leads = "", [""]  # what stands before the statement, and before each of its steps
         if line == "?":
-            head, leads = f"if {test}:", [f"{values[test[0]]}{test[1:]} "]
-            if values[test[0]] <= int(test[2:]):
+            head, leads = f"if a>{_BOUNDS[bound]}:", [f"{value}>{_BOUNDS[bound]} "]
+            if value <= _BOUNDS[bound]:
                 steps.append(leads.pop() + "no")
         elif line != "1":
             head, leads = f"for i in range({line}):", [f"i={i} " for i in range(int(line))]
-        program.append(head + statement)
+        program.append(f"{head}a=a{change}")
         for lead in leads:
-            operand = values[right] if right in values else int(right)
-            value = _compute(values[left], sign, operand)
+            value = _compute(value, change[0], int(change[1]))
             if value is None:
                 return None
-            steps.append(f"{lead}{values[left]}{sign}{operand} {target}={value}")
-            values[target] = value
-    program = "\n".join(program + [f"print({'ab'[printed]})"])
-    return program, program, steps, str(values["ab"[printed]])
+            steps.append(f"{lead}{change}={value}")
+    program = "\n".join(program + ["print(a)"])
+    return program, program, steps, str(value)
 
 
 def _logic_problem(level, number, rng):

@@ -20,10 +20,10 @@ import torch
 import train
 from gmts import select_tokens, token_scores
 from model import SIZES, GPT, GPTConfig, byte_tokenizer
-from rollout import Rollout, generate, sample
+from rollout import Rollout, budgets, generate, micro_batches, sample
 from verify import make_problems
 
-DEVICE = train.Config().device if train.Config().device != "auto" else train.ACCELERATOR
+DEVICE = train.ACCELERATOR
 # The rollout that the peers were measured on: 4 prompts x 8 answers, up to 24 + 64 tokens.
 PEERS = GPTConfig(hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                   vocab_size=64, embedding_rows=64, eos_token_ids=(1,))
@@ -35,8 +35,8 @@ LAYERS = 6
 
 def wait():
     """A GPU works on after the call returns; a clock has to wait for it."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
 
 
 def best(tries, *functions):
@@ -59,9 +59,10 @@ def matmul_rate(dtype=torch.float32):
     return 2 * n ** 3 / best(5, lambda: a @ a)[0]
 
 
-def matrices(config):
-    """Weights that every token meets in a matrix product, the output matrix apart: 2 FLOP each forward, 4 backward."""
-    return sum(p.numel() for p in GPT(config).blocks.parameters() if p.dim() == 2)
+def matrix_flops(config, positions, scored):
+    """FLOP of the forward's matrix products, attention apart: `positions` in the blocks, `scored` at the vocabulary."""
+    blocks = sum(p.numel() for p in GPT(config).blocks.parameters() if p.dim() == 2)
+    return 2 * (blocks * positions + config.hidden_size * config.vocab_size * scored)
 
 
 # ---- rollout
@@ -164,7 +165,12 @@ def make_update(config, select, dead, prompts, group_size, new, **flags):
         p.grad = torch.zeros_like(p)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return lambda: train.update(run, batch, kept, A, logprobs)
+
+    def step():
+        train.update(run, batch, kept, A, logprobs)
+    positions = sum(len(rows) * (T - 1) for rows, T in micro_batches(kept, budgets(run.model)[1]))
+    step.flops = 3 * matrix_flops(config, positions, int(kept.sum()))           # a backward takes twice a forward's
+    return step
 
 
 def memory():
@@ -206,7 +212,7 @@ def selection_seconds(n):
 
 def step_phases(steps=4):
     """Seconds of rollout, scoring with selection, and update in a default step; the reward is a coin."""
-    train.reward = lambda text, gold: float(len(text) % 2)
+    train.reward, train.watch = lambda text, gold: float(len(text) % 2), lambda run, row: None
     run = train.Run(train.Config(device=DEVICE), GPT(SIZES["tiny"]).to(DEVICE), byte_tokenizer(),
                     train.TEMPLATES["bytes"])
     run.problems = make_problems("math", 3, 500, 0)
@@ -230,7 +236,7 @@ def main():
     line("rollout, 4 x 8 answers, up to 64 tokens: uncached", ours, naive, "tok/s", ratio=ours / naive)
     line("rollout, the same: transformers' generate", ours, theirs, "tok/s", ratio=theirs and ours / theirs)
     tiny, *_ = rollout_rates(SIZES["tiny"], 16, 8, 96, 3, alone=True)
-    flops = 2 * (matrices(SIZES["tiny"]) + SIZES["tiny"].hidden_size * SIZES["tiny"].vocab_size)
+    flops = matrix_flops(SIZES["tiny"], 1, 1)
     line("rollout, tiny, 16 x 8 answers, up to 96 tokens", tiny, unit="tok/s")
     line("    its matrix products, of the large one's FLOP/s", tiny * flops / 1e9, peak / 1e9, "GFLOP/s",
          ratio=tiny * flops / peak)
@@ -238,18 +244,21 @@ def main():
         line("rollout, the same in bfloat16", rollout_rates(SIZES["tiny"], 16, 8, 96, 3, True, torch.bfloat16)[0],
              unit="tok/s")
 
+    ratios = {}
     for dtype, compiled in [("float32", False)] + [("bfloat16", False), ("bfloat16", True)] * gpu:
         for dead in (0, 0.5):
             what = f"vocabulary 49,152, {dtype}{', --compile' * compiled}, {dead:.0%} dead groups"
-            seconds = best(2, *(large(select, dead, dtype=dtype, compile=compiled) for select in ("gmts", "all")))
+            steps = [large(select, dead, dtype=dtype, compile=compiled) for select in ("gmts", "all")]
+            seconds = best(2, *steps)
             line(f"update, {what}", *seconds, "s, 20% and all", 2, seconds[0] / seconds[1])
+            line("    its matrix products", *(step.flops / s / 1e9 for step, s in zip(steps, seconds)), "GFLOP/s")
             if not compiled:
                 peak_memory, own = zip(*(update_memory(select, dead, dtype) for select in ("gmts", "all")))
                 line("    its peak memory, model and optimizer included", *(x / 2 ** 20 for x in peak_memory), "MiB", 0,
                      peak_memory[0] / peak_memory[1])
                 line("    its peak memory without them", *(x / 2 ** 20 for x in own), "MiB", 0, own[0] / own[1])
             if dtype == "float32":
-                large_ratios = seconds[0] / seconds[1], own[0] / own[1]
+                ratios[dead] = seconds[0] / seconds[1], own[0] / own[1]
     byte = best(4, *(make_update(SIZES["tiny"], s, 0, 16, 8, 96) for s in ("gmts", "all")))
     line("update, byte vocabulary, tiny, no dead group: time", *byte, "s, 20% and all", 3, byte[0] / byte[1])
 
@@ -264,8 +273,8 @@ def main():
         "device": DEVICE, "threads": torch.get_num_threads(), "matmul_gflops": round(peak / 1e9),
         "rollout_tok_s": round(ours), "rollout_vs_uncached": round(ours / naive, 2),
         "rollout_vs_transformers": round(ours / theirs, 2) if theirs else None, "rollout_tiny_tok_s": round(tiny),
-        "update_time_ratio": round(large_ratios[0], 3),
-        "update_memory_ratio": round(large_ratios[1], 3),
+        "update_time_ratio": round(ratios[0][0], 3), "update_memory_ratio": round(ratios[0][1], 3),
+        "update_time_ratio_half_dead": round(ratios[0.5][0], 3), "update_memory_ratio_half_dead": round(ratios[0.5][1], 3),
         "update_byte_time_ratio": round(byte[0] / byte[1], 3),
         "select_1m_s": round(selection[10 ** 6], 4), "score_select_share": round(phases[1] / sum(phases), 4)}))
 

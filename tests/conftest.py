@@ -3,9 +3,11 @@
 A test that takes `tried` counts what it tried, `tried["kills survived"] += 1`; the end of the run shows the sums.
 """
 import collections
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")      # matrices as small as here: a second thread waits more than it works
 import pytest
 import torch
 

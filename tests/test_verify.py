@@ -55,15 +55,15 @@ class Assigned(dict):
 
     def __setitem__(self, name, value):
         super().__setitem__(name, value)
-        if name in "ab":
-            self.history.append((name, str(value)))
+        if name == "a":
+            self.history.append(value)
 
 
 def run_program(question):
     printed, variables = io.StringIO(), Assigned()
     with contextlib.redirect_stdout(printed):
         exec(question, {}, variables)  # our own program, in a test only
-    return printed.getvalue().strip(), variables.history[2:]  # after the two start values
+    return printed.getvalue().strip(), variables.history
 
 
 NAME, MOVE = "[A-Z][a-z]", "(?:[1-4]{2}|<<|>>)"
@@ -98,7 +98,22 @@ def solve(domain, question):
 
 
 def full_steps(domain, question):
-    """All steps of a math or logic question, as a worked solution writes them."""
+    """All steps of a question, as a worked solution writes them."""
+    if domain == "code":
+        values = iter(run_program(question)[1])     # what Python itself assigns, one after the other
+        now = next(values)
+        steps = [str(now)]
+        for line in question.split("\n")[1:-1]:
+            head, statement = line.rsplit(":", 1) if ":" in line else ("", line)
+            change = statement.removeprefix("a=a")
+            if head.startswith("if") and not eval(head[3:], {"a": now}):
+                steps.append(f"{now}{head[4:]} no")
+                continue
+            for turn in range(int(head[-2]) if head.startswith("for") else 1):
+                lead = f"i={turn} " if head.startswith("for") else f"{now}{head[4:]} " if head else ""
+                now = next(values)
+                steps.append(f"{lead}{change}={now}")
+        return steps
     if domain == "math":
         start, *changes = re.findall(r"[-+*]?\d+", symbols_of(question))
         inside = range(1, len(changes) + 1)
@@ -139,25 +154,16 @@ def test_gold_steps_and_styles(domain, level):
         assert reward(solution.replace("####", "so"), answer) == float("boxed" in solution)
         assert (question + solution).isascii()
         work = re.split(r" (?:####|\\boxed)", solution)[0]
-        if domain == "code":
-            sums = re.findall(r"(\d+)([-+*])(\d+) ([ab])=(\d+)", work)
-            for left, sign, right, _, value in sums:
-                assert arithmetic(ast.parse(left + sign + right, mode="eval").body) == int(value)
-                assert 0 <= int(value) <= verify.TOP and int(right) <= 9
-            full = bool(sums) or ">" in work
-            if full:
-                assert [(name, value) for *_, name, value in sums] == run_program(question)[1]
-                assert len(sums) + work.count(" no") == level
+        steps = full_steps(domain, question)
+        full = work == " ".join(steps)
+        assert len(steps) == level + (domain != "math")     # code and logic first write down where they start
+        assert full or work == " ".join(re.split("[=> ]", step)[-1] for step in steps)
+        if domain == "logic":
+            assert len({name[0] for name in row_of(question)[0]}) == 4  # initials tell a row's people apart
         else:
-            steps = full_steps(domain, question)
-            full = work == " ".join(steps)
-            assert len(steps) == level + (domain == "logic")    # which first writes down how the row stands
-            assert full or work == " ".join(re.split("[= ]", step)[-1] for step in steps)
-            if domain == "math":
-                assert all(0 <= int(step.split("=")[1]) <= verify.TOP for step in steps)
-                assert re.fullmatch(r"\d+(?:[-+]\d|\*2)=\d+(?: (?:[-+]\d|\*2)=\d+)*", " ".join(steps))
-            else:
-                assert len({name[0] for name in row_of(question)[0]}) == 4  # initials tell a row's people apart
+            values = re.findall(r"[-+*]\d=(\d+)", " ".join(steps))
+            assert all(0 <= int(value) <= verify.TOP for value in values)
+            assert len(values) + " ".join(steps).count(" no") == level
         assert full or "boxed" not in solution
         styles["boxed" if "boxed" in solution else "full" if full else "short"] += 1
     assert styles["full"] > 0.65 * len(problems)
