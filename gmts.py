@@ -308,6 +308,6 @@ if __name__ == "__main__":
         sys.exit("usage: python gmts.py RUN, a folder that train.py wrote")
     try:
         loaded = train.load_run(sys.argv[1])
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"gmts.py: {error}")
     report(loaded)

@@ -202,8 +202,8 @@ def budgets(model, width=1):
     free = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 1e9 - 4 * n if gpu else 8.0
     rows, positions = (max(1, int(min(free / 2 / size, most))) for size, most in (
         (row, MAX_ROWS), (position, math.inf if gpu else 2048)))                    # more would leave a CPU's cache
-    return rows, positions, (f"GB at most: weights {n:.2f} (--beta: twice), gradients {n:.2f}, AdamW {2 * n:.2f}, cache "
-                             f"of {rows} rows {rows * row:.2f} or batch of {positions} tokens {positions * position:.2f}")
+    return rows, positions, (f"GB at most: weights {n:.2f} (--beta: twice), gradients {n:.2f}, AdamW {2 * n:.2f}, "
+                             f"{rows} cached rows {rows * row:.2f} or {positions} positions {positions * position:.2f}")
 
 
 def pass_at_k(n, right, k):

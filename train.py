@@ -232,8 +232,8 @@ def prepare(config):
     held_out = random.Random("held out").sample(held_out, min(c.eval_problems, len(held_out)))
     model, tokenizer = load_pretrained(c.model, device, torch.float32) if c.model else (
         GPT(SIZES[c.size]).to(device), byte_tokenizer())
-    marks = tokenizer.special_tokens_set
-    kind = "bytes" if "<|question|>" in marks else "chat" if "<|im_start|>" in marks else "base"
+    ends = {t for t in tokenizer.special_tokens_set if tokenizer.encode_single_token(t) in model.config.eos_token_ids}
+    kind = "bytes" if "<|eos|>" in ends else "chat" if "<|im_end|>" in ends else "base"
     run = Run(c, model, tokenizer, c.template or TEMPLATES[kind])
     room = model.config.max_position_embeddings - c.max_new_tokens
     run.problems, run.eval_problems = ([p for p in some if len(run.encode(p.question)) <= room]
@@ -356,7 +356,7 @@ def update(run, batch, kept, advantages, ref_logprobs):
 def watch(run, row):
     """Warn, once each, of learning that goes wrong, and say what to try."""
     for name, wrong, text in (
-        ("dead", row["dead_groups"] == 1, "all groups are dead, each all right or all wrong: try another --level"),
+        ("dead", row["dead_groups"] == 1, "all groups are dead, all right or all wrong: try another --level or --data"),
         ("few", row["groups"] < run.config.prompts, f"dapo found too few live groups in {MAX_ROUNDS} rounds"),
         ("truncated", row["truncated"] == 1, "no answer ends within --max_new_tokens: raise it, or lower --lr"),
         ("no_answer", row["no_answer"] == 1, "no answer has a result like '#### 7': see samples.txt, try a --template"),

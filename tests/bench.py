@@ -274,7 +274,8 @@ def main():
         "rollout_tok_s": round(ours), "rollout_vs_uncached": round(ours / naive, 2),
         "rollout_vs_transformers": round(ours / theirs, 2) if theirs else None, "rollout_tiny_tok_s": round(tiny),
         "update_time_ratio": round(ratios[0][0], 3), "update_memory_ratio": round(ratios[0][1], 3),
-        "update_time_ratio_half_dead": round(ratios[0.5][0], 3), "update_memory_ratio_half_dead": round(ratios[0.5][1], 3),
+        "update_time_ratio_half_dead": round(ratios[0.5][0], 3),
+        "update_memory_ratio_half_dead": round(ratios[0.5][1], 3),
         "update_byte_time_ratio": round(byte[0] / byte[1], 3),
         "select_1m_s": round(selection[10 ** 6], 4), "score_select_share": round(phases[1] / sum(phases), 4)}))
 

@@ -273,8 +273,8 @@ def test_token_logits_are_those_of_the_place_before():
 
 @pytest.mark.parametrize("heads", [2, 8])
 def test_a_position_takes_at_most_what_the_budget_says(heads):
-    c = GPTConfig(hidden_size=32, intermediate_size=96, num_attention_heads=heads, num_key_value_heads=2, vocab_size=400,
-                  embedding_rows=400, qk_norm=True)
+    c = GPTConfig(hidden_size=32, intermediate_size=96, num_attention_heads=heads, vocab_size=400, embedding_rows=400,
+                  qk_norm=True)
     model, tokens, found = GPT(c), torch.randint(0, 400, (2, 101)), {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     rows, positions, line = budgets(model)
