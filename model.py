@@ -109,11 +109,10 @@ class Block(nn.Module):
         """What each token (B, T, D) gathers from the tokens up to it: (B, T, D); mask None means causal."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)                             # (B, H + 2K, T, E)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None:
-            q, k = qk.to(x.dtype).split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)                                 # (B, H + K, T, E)
-        q, k = rotate(qk, cos, sin).to(v.dtype).split([self.heads, self.kv_heads], dim=1)           # (B, H or K, T, E)
+            q, k = self.q_norm(q.to(x.dtype)), self.k_norm(k.to(x.dtype))
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)                     # (B, H or K, T, E)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)                                                    # (B, K, S, E)
         if folded := cache is not None and T == 1:      # heads that share a key stand where a sequence's queries would:

@@ -236,7 +236,11 @@ def draw_run(folder):
     else:
         train.say("no curves.png: pip install matplotlib")
     if (folder / "checkpoint.pt").exists():
-        tokens(folder / "tokens.html", train.load_run(folder))
+        run = train.load_run(folder)
+        if sum(p.numel() for p in run.model.parameters()) < 1e7:
+            tokens(folder / "tokens.html", run)
+        else:           # the exact norm of every token is a backward pass of its own
+            train.say(f"no tokens.html of so large a model, which takes long: python assets/pictures.py {folder}")
 
 
 def main():
@@ -258,6 +262,7 @@ def main():
     proposition(arguments.out / "proposition.png", rollout)
     scatter(arguments.out / "scatter.png", rollout, advantages, omega, norms)
     slots(arguments.out / "slots.png", run, arguments.groups)
+    tokens(arguments.out / "tokens.html", run)
     if arguments.comparison:
         learning(arguments.out / "curves.png", arguments.comparison)
 
