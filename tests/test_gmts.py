@@ -1,7 +1,6 @@
 """gmts.py against closed forms, autograd, float64 and slow obvious references."""
 import math
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -357,13 +356,10 @@ def test_select_more_than_two_to_the_24():
     assert kept.sum() == n // 4 and kept[0, :n // 4].all()
 
 
-def test_select_a_million_tokens_quickly():
-    scores, mask, times = torch.rand(1000, 1000), torch.ones(1000, 1000, dtype=torch.bool), []
-    for _ in range(5):
-        start = time.process_time()                               # other work on the machine does not count
-        kept = select_tokens(scores, mask)
-        times.append(time.process_time() - start)
-    assert kept.sum() == 200_000 and min(times) < 0.1
+def test_select_of_a_million_tokens():
+    scores = torch.rand(1000, 1000)
+    kept = select_tokens(scores, torch.ones(1000, 1000, dtype=torch.bool))
+    assert kept.sum() == 200_000 and scores[kept].min() >= scores[~kept].max()      # bench.py has the speed
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
@@ -463,26 +459,6 @@ def test_parameter_grad_norms_leaves_no_trace():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ValueError, match="nothing stands before it"):
         parameter_grad_norms(model, tokens, torch.ones_like(chosen))
-
-
-@pytest.mark.slow
-def test_parameter_grad_norms_beat_a_loop_over_every_position():
-    """16 answers of the tiny model, against one backward pass per position, padding and prompt too (quiet cores)."""
-    model, tokens = GPT(SIZES["tiny"]), torch.randint(256, (16, 120))
-    place, start = torch.arange(120), torch.randint(50, 70, (16, 1))
-    chosen = (place >= start) & (place < start + torch.randint(35, 51, (16, 1)))
-    weights, loop, ours = list(model.parameters()), [], []
-    for _ in range(3):
-        begin = time.perf_counter()
-        logprobs = model.logits(model(tokens[:1])[0, :-1]).log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
-        for t in range(0, 119, 7):
-            grads = torch.autograd.grad(logprobs[t], weights, retain_graph=True)
-            torch.cat([g.flatten() for g in grads]).norm()
-        loop.append((time.perf_counter() - begin) * 16 * 120 / 17)
-        begin = time.perf_counter()
-        parameter_grad_norms(model, tokens, chosen)
-        ours.append(time.perf_counter() - begin)
-    assert min(loop) > 5 * min(ours), (min(loop), min(ours))
 
 
 def test_update_cosines_against_one_backward_each():
