@@ -474,7 +474,7 @@ def compare(config):
         from assets.pictures import draw_run        # curves.png and tokens.html
         draw_run(Path(config.out))
     except ImportError:
-        say("no curves.png: pip install matplotlib")
+        say("no pictures: assets/pictures.py is not here")
 
 
 def parse(arguments):

@@ -143,7 +143,7 @@ def curves(path, folder):
         band(axes, folder, column)
         axes.set_title(title)
     grid[0, 0].legend()
-    picture(path, figure, f"{folder}: is it learning, and is anything collapsing?")
+    picture(path, figure, f"{ascii(folder.name)[1:-1]}: is it learning, and is anything collapsing?")
 
 
 PAGE = """<!DOCTYPE html>

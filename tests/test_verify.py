@@ -478,8 +478,8 @@ def test_payloads(payload):
 
 
 @pytest.mark.slow
-def test_fuzz_no_string_takes_more_than_50_ms(capsys):
-    rng, slowest, tried = random.Random(1), 0.0, 0
+def test_fuzz_no_string_takes_more_than_50_ms(tried):
+    rng = random.Random(1)
     texts = [near * (200_000 // len(near)) for near in NEAR_MATCHES]
     texts += [start + near * (199_000 // len(near)) + end for near in NEAR_MATCHES
               for start in ("#### ", "\\boxed{", "<answer>") for end in ("", "}", "</answer>")]
@@ -493,9 +493,7 @@ def test_fuzz_no_string_takes_more_than_50_ms(capsys):
             if took < 0.05:
                 break
         assert took < 0.05, (took, len(text), text[:80])
-        slowest, tried = max(slowest, took), tried + 1
-    with capsys.disabled():
-        print(f"\nverifier: {tried} hostile strings, slowest {slowest * 1000:.1f} ms")
+        tried["strings fuzzed"] += 1
 
 
 def test_a_worker_thread_gives_the_same():
