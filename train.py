@@ -466,8 +466,8 @@ def compare(config):
         lines.append(summarize(single, curves[name][-1]))
     write_table(Path(config.out) / "summary.csv", [*lines[0]], lines)
     say("\nheld-out problems " + "".join(f"{name[5:]:>17}" for name in columns(config)[-3:]))
-    for label, when in (("before", 0), *((name, -1) for name in config.select)):
-        rows = [run[when] for name in config.select for run in curves[name] if label in ("before", name)]
+    for label, name, when in (("before", config.select[0], 0), *((name, name, -1) for name in config.select)):
+        rows = [run[when] for run in curves[name]]      # before, all selections of a seed are the same: one will do
         cells = [[row[name] for row in rows] for name in columns(config)[-3:]]
         say(f"{label:18}" + "".join(f"{mean(c):.3f}{f' +- {stdev(c):.3f}' if c[1:] else ''}".rjust(17) for c in cells))
     try:
