@@ -32,48 +32,47 @@ gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
 import train
 
 TABLE = ROOT / "assets" / "study.csv"
-COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 30,
+COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
           "eval_samples": 16, "eval_problems": 512}
-ARMS = {"all": {}, "random": {}, "entropy": {}, "gmts": {}, "exact": {},
-        "entropy bottom": {"bottom": True, "keep": 0.8}, "gmts bottom": {"bottom": True, "keep": 0.8}}
+ARMS = ("all", "random", "entropy", "gmts", "exact")
 FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
-          "final_pass best_greedy area area_reward steps_to_half grad_norm_median grad_norm_max entropy_final "
-          "overlap_entropy "
+          "final_pass area steps_to_half last_reward grad_norm_median grad_norm_max entropy_final overlap_entropy "
           "kept_right dead_groups minutes commit flags").split()
 
 
 def plan():
-    """All runs, in the order of what they tell: (part, arm, flags)."""
+    """All runs, what tells most first: (part, arm, flags)."""
     runs = []
+
+    def add(part, arms, domains, seeds, **flags):
+        runs.extend((part, arm, {"domain": domain, "seed": (seed,), **flags})
+                    for seed in seeds for domain in domains for arm in arms)
+
     for seed in range(5):
         for domain in train.DOMAINS:
-            for arm, extra in ARMS.items():
-                runs.append(("main", arm, {"domain": domain, "seed": (seed,), **extra}))
-            for keep in (0.02, 0.05, 0.1, 0.5):
-                for arm in ("random", "entropy", "gmts", "exact", "norm", "omega"):
-                    runs.append(("keep", arm, {"domain": domain, "seed": (seed,), "keep": keep}))
-            for arm in ("norm", "omega"):
-                runs.append(("main", arm, {"domain": domain, "seed": (seed,)}))
-    for lr in (1e-4, 1e-3):
-        for domain in train.DOMAINS:
-            for arm in ("all", "random", "entropy", "gmts", "exact"):
-                for seed in range(3):
-                    runs.append(("lr", arm, {"domain": domain, "seed": (seed,), "lr": lr}))
-    for seed in range(3):
-        for arm in ("all", "random", "entropy", "gmts", "exact"):
-            runs.append(("dapo", arm, {"domain": "math", "seed": (seed,), "loss": "dapo"}))
-            runs.append(("random reward", arm, {"domain": "math", "seed": (seed,)}))
-            runs.append(("several updates", arm, {"domain": "math", "seed": (seed,), "epochs": 2, "inner_batches": 2}))
-            runs.append(("group scope", arm, {"domain": "math", "seed": (seed,), "scope": "group"}))
-            for domain in train.DOMAINS:
-                runs.append(("small", arm, {"domain": domain, "seed": (seed,), "size": "small"}))
-    for arm in ("all", "random", "entropy", "gmts", "exact"):
-        runs.append(("base", arm, {"domain": "math", "seed": (0,), "size": "base"}))
-    return runs
+            add("main", ARMS, (domain,), (seed,))
+            add("keep", ("random", "entropy", "gmts", "exact", "norm"), (domain,), (seed,), keep=0.05)
+    add("dapo", ARMS, ("math",), range(3), loss="dapo")
+    add("small", ARMS, ("math",), range(3), size="small")
+    add("keep", ("entropy", "gmts", "exact"), train.DOMAINS, range(3), keep=0.02)
+    add("several updates", ARMS, ("math",), range(3), epochs=2, inner_batches=2)
+    add("random reward", ARMS, ("math",), range(3))
+    add("group scope", ARMS, ("math",), range(3), scope="group")
+    add("bottom", ("entropy", "gmts"), train.DOMAINS, range(3), bottom=True, keep=0.8)
+    add("lr", ARMS, train.DOMAINS, range(3), lr=1e-3)
+    add("lr", ARMS, train.DOMAINS, range(3), lr=1e-4)
+    add("main", ("norm", "omega"), train.DOMAINS, range(5))
+    add("keep", ("omega",), train.DOMAINS, range(5), keep=0.05)
+    for keep in (0.1, 0.5, 0.02):
+        add("keep", ("random", "entropy", "gmts", "exact", "norm", "omega"), train.DOMAINS, range(5), keep=keep)
+    add("small", ARMS, ("code", "logic"), range(3), size="small")
+    add("base", ARMS, ("math",), (0,), size="base")
+    seen = set()
+    return [run for run in runs if (name := repr(run)) not in seen and not seen.add(name)]
 
 
 def flags_of(arm, flags):
-    return {**COMMON, "select": (arm.split()[0],), **flags}
+    return {**COMMON, "select": (arm,), **flags}
 
 
 def key(part, arm, flags):
@@ -90,6 +89,12 @@ def random_rewards(seed):
         return rollout, texts, torch.randint(0, 2, rewards.shape, generator=coin).float(), groups
 
     train.collect = collect_at_random
+
+
+def warm_up(flags):
+    """Make the warm-up that all runs of one domain, size and seed start from, unless it is there."""
+    torch.set_num_threads(1)
+    train.warm_up(train.prepare(train.Config(**flags)))
 
 
 def run_one(part, arm, flags):
@@ -118,11 +123,12 @@ def run_one(part, arm, flags):
     def tail(name):
         return float(np.mean([r[name] for r in steps[-10:] if name in r] or [math.nan]))
 
+    reward = np.array([r["reward"] for r in steps])
+    smooth = np.convolve(reward, np.ones(5) / 5, "valid")               # entry i: the mean of steps i + 1 to i + 5
     row |= {"start_greedy": first["eval_greedy"], "start_avg": first[avg], "final_greedy": last["eval_greedy"],
-            "final_avg": last[avg], "final_pass": last[pass_k], "best_greedy": max(r["eval_greedy"] for r in evaluated),
-            "area": train.summarize(config, rows)["area"], "area_reward": float(np.mean([r["reward"] for r in steps])),
-            "steps_to_half": next((r["step"] for r in evaluated if r["eval_greedy"] >= 0.5), math.nan),
-            "grad_norm_median": float(np.median([r["grad_norm"] for r in steps])),
+            "final_avg": last[avg], "final_pass": last[pass_k], "area": float(reward.mean()),
+            "steps_to_half": int(np.argmax(smooth >= 0.5)) + 5 if (smooth >= 0.5).any() else math.nan,
+            "last_reward": tail("reward"), "grad_norm_median": float(np.median([r["grad_norm"] for r in steps])),
             "grad_norm_max": max(r["grad_norm"] for r in steps), "entropy_final": tail("entropy"),
             "overlap_entropy": tail("overlap_entropy"), "kept_right": tail("kept_right"),
             "dead_groups": tail("dead_groups"), "minutes": (time.time() - started) / 60}
@@ -141,21 +147,39 @@ def commit():
 
 
 def run(parts, jobs, minutes):
-    """Run what is missing, `jobs` at a time, for at most `minutes`; each row is written as soon as it is there."""
+    """Run what is missing, `jobs` at a time, starting none after `minutes`; a row is written as soon as it is there."""
     done = {(r["part"], r["arm"], r["flags"]) for r in read_table()}
     todo = [(p, a, flags_of(a, f)) for p, a, f in plan() if not parts or p in parts]
     todo = [t for t in todo if key(*t) not in done]
     print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
-    deadline, version = time.time() + 60 * minutes, commit()
+    deadline, version, running, started, warm = time.time() + 60 * minutes, commit(), {}, set(), set()
     # max_tasks_per_child: a fresh process for each run, so that nothing of one (a patched reward) reaches the next.
     spawn = torch.multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=spawn) as pool:
-        running = set()
-        while (todo and time.time() < deadline) or running:
-            while todo and len(running) < jobs and time.time() < deadline:
-                running.add(pool.submit(run_one, *todo.pop(0)))
+
+        def start():
+            """Start the first run whose warm-up is there, or a warm-up that nobody makes yet; False if none can."""
+            for task in todo:
+                flags = task[2]
+                start_point = flags["domain"], flags.get("size", "tiny"), flags["seed"]
+                if start_point in warm:
+                    todo.remove(task)
+                    running[pool.submit(run_one, *task)] = None
+                    return True
+                if start_point not in started:
+                    started.add(start_point)
+                    running[pool.submit(warm_up, flags)] = start_point
+                    return True
+            return False
+
+        while running or todo and time.time() < deadline:
+            while len(running) < jobs and time.time() < deadline and start():
+                pass
             finished = next(as_completed(running))
-            running.remove(finished)
+            if (start_point := running.pop(finished)) is not None:
+                finished.result()
+                warm.add(start_point)
+                continue
             row = finished.result() | {"commit": version}
             new = not TABLE.exists()
             with open(TABLE, "a", encoding="utf-8", newline="") as file:
