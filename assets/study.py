@@ -2,6 +2,7 @@
 
     python assets/study.py run [PART ...] [--jobs 2]   runs what the CSV does not hold yet; stop it, go on with it
     python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
+    python assets/study.py why                         what each score would keep of the policy that the runs start from
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
 
 All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with
@@ -34,6 +35,7 @@ import train
 TABLE = ROOT / "assets" / "study.csv"
 COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
           "eval_samples": 16, "eval_problems": 512}
+HEADLINE = "placeholder"
 ARMS = ("all", "random", "entropy", "gmts", "exact")
 FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
           "final_pass area steps_to_half last_reward grad_norm_median grad_norm_max entropy_final overlap_entropy "
@@ -48,17 +50,22 @@ def plan():
         runs.extend((part, arm, {"domain": domain, "seed": (seed,), **flags})
                     for seed in seeds for domain in domains for arm in arms)
 
+    few = ("random", "entropy", "gmts", "exact", "norm")
     for seed in range(5):
         for domain in train.DOMAINS:
             add("main", ARMS, (domain,), (seed,))
-            add("keep", ("random", "entropy", "gmts", "exact", "norm"), (domain,), (seed,), keep=0.05)
-    add("dapo", ARMS, ("math",), range(3), loss="dapo")
-    add("small", ARMS, ("math",), range(3), size="small")
-    add("keep", ("entropy", "gmts", "exact"), train.DOMAINS, range(3), keep=0.02)
-    add("several updates", ARMS, ("math",), range(3), epochs=2, inner_batches=2)
-    add("random reward", ARMS, ("math",), range(3))
-    add("group scope", ARMS, ("math",), range(3), scope="group")
+            if seed < 3:
+                add("keep", few, (domain,), (seed,), keep=0.05)
+    for seed in range(3):
+        add("dapo", ARMS, ("math",), (seed,), loss="dapo")
+        add("lr", ARMS, ("math",), (seed,), lr=1e-3)
+        add("keep", ("entropy", "gmts", "exact"), ("math",), (seed,), keep=0.02)
+        add("small", ARMS, ("math",), (seed,), size="small")
+        add("several updates", ARMS, ("math",), (seed,), epochs=2, inner_batches=2)
+        add("random reward", ARMS, ("math",), (seed,))
+    add("keep", few, train.DOMAINS, range(5), keep=0.05)
     add("bottom", ("entropy", "gmts"), train.DOMAINS, range(3), bottom=True, keep=0.8)
+    add("group scope", ("entropy", "gmts", "exact"), ("math",), range(3), scope="group")
     add("lr", ARMS, train.DOMAINS, range(3), lr=1e-3)
     add("lr", ARMS, train.DOMAINS, range(3), lr=1e-4)
     add("main", ("norm", "omega"), train.DOMAINS, range(5))
@@ -204,49 +211,175 @@ def again(number):
 
 
 def interval(values, resamples=4000):
-    """Mean of values and its 95% interval, by drawing seeds with replacement."""
+    """Mean of values and its 95% interval, by drawing seeds with replacement; few seeds make it too narrow."""
     values = np.array(values)
     draws = values[np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))].mean(axis=1)
     return values.mean(), *np.quantile(draws, (0.025, 0.975))
 
 
+def settings(table):
+    """{(part, size, loss, lr, keep, scope): {arm: {(domain, seed): row}}}; a setting that does not train on all tokens
+    of its own, as nothing of it changes there, borrows those runs from the main part."""
+    found = {}
+    for row in table:
+        part = "main" if row["part"] == "keep" and row["keep"] == "0.2" else row["part"]
+        keep = "" if row["arm"] == "all" and part != "keep" else row["keep"]
+        name = part, row["size"], row["loss"], row["lr"], keep, row["scope"]
+        found.setdefault(name, {}).setdefault(row["arm"], {})[row["domain"], int(row["seed"])] = row
+    everything = {name[:4] + name[5:]: found.pop(name)["all"] for name in [*found] if not name[4]}
+    main = next((runs for name, runs in everything.items() if name[0] == "main"), {})
+    return {name: {"all": everything.get(name[:4] + name[5:], main), **arms} for name, arms in found.items()}
+
+
+def gaps(arm, other, domain=None):
+    """Paired differences of avg@16, in points: one per seed of a domain, or the mean over the domains that both arms
+    have, for the seeds that have them all."""
+    common = sorted(arm.keys() & other.keys())
+    domains = {d for d, _ in common} if domain is None else {domain}
+    seeds = [s for s in sorted({s for _, s in common}) if all((d, s) in common for d in domains)]
+    return [100 * float(np.mean([float(arm[d, s]["final_avg"]) - float(other[d, s]["final_avg"]) for d in domains]))
+            for s in seeds if domains]
+
+
+def cell(differences):
+    """A difference with its interval and how many seeds have its sign, as text."""
+    if not differences:
+        return ""
+    mean, low, high = interval(differences)
+    same = sum((d > 0) == (mean > 0) for d in differences)
+    between = f" [{low:+.1f}, {high:+.1f}], {same}/{len(differences)}" if len(differences) > 1 else ", one seed"
+    return f"{mean:+.1f}{between}"
+
+
 def report():
-    """Print, for each setting, every arm's accuracy, and its paired differences to entropy and to all."""
-    settings = {}
-    for row in read_table():
-        name = tuple(row[n] for n in ("part", "domain", "size", "loss", "lr", "scope"))
-        keep = row["keep"] if row["part"] == "keep" else "0.2"
-        settings.setdefault((*name, keep), {}).setdefault(row["arm"], {})[int(row["seed"])] = row
-    for setting, arms in settings.items():
-        print("\n" + ", ".join(setting[:-1]) + f", keep {setting[-1]}")
-        print(f"{'arm':16}{'seeds':>6}{'greedy':>8}{'avg@16':>8}{'area':>8}{'collapsed':>10}"
-              "   avg@16 minus that of entropy, of all")
-        for arm, seeds in arms.items():
-            numbers = [np.mean([float(r[n]) for r in seeds.values()])
-                       for n in ("final_greedy", "final_avg", "area_reward")]
-            broken = sum(r["status"] != "ok" for r in seeds.values())
-            line = f"{arm:16}{len(seeds):6}" + "".join(f"{x:8.3f}" for x in numbers) + f"{broken:10}   "
-            for other in ("entropy", "all"):
-                common = sorted(seeds.keys() & arms.get(other, {}).keys())
-                if arm != other and len(common) > 1:
-                    gaps = [float(seeds[s]["final_avg"]) - float(arms[other][s]["final_avg"]) for s in common]
-                    mean, low, high = interval(gaps)
-                    needed = math.ceil((2.8 * np.std(gaps, ddof=1) / 0.01) ** 2)    # 80% power, 5% level, 1 point
-                    line += f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] ({needed} seeds for 1 point)  "
-            print(line)
+    """Print Markdown tables: accuracy of each arm, then its paired differences to entropy and to all; draw a figure."""
+    table = read_table()
+    print("Differences: points of avg@16, [95% interval over seeds], seeds of that sign / seeds.")
+    for name, arms in settings(table).items():
+        part, size, loss, lr, keep, scope = name
+        domains = sorted({d for runs in list(arms.values())[1:] for d, _ in runs}, key=[*train.DOMAINS].index)
+        print(f"\n### {part}: {size}, {loss}, keep {keep}, learning rate {lr}, scope {scope}\n")
+        head = ["arm", *(f"{d} avg@16" for d in domains), "greedy", "pass@8", "mean reward", "runs", "below start"]
+        print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+        for arm, runs in arms.items():
+            runs = {place: row for place, row in runs.items() if place[0] in domains}
+            cells = [[float(r["final_avg"]) for (d, _), r in runs.items() if d == domain] for domain in domains]
+            numbers = [f"{np.mean(c):.3f}" + (f" +- {np.std(c, ddof=1):.3f}" if c[1:] else "") if c else "" for c in cells]
+            numbers += [f"{np.mean([float(r[n]) for r in runs.values()]):.3f}" if runs else ""
+                        for n in ("final_greedy", "final_pass", "area")]
+            print("| " + " | ".join([arm, *numbers, str(len(runs)),
+                                     str(sum(r["status"] != "ok" for r in runs.values()))]) + " |")
+        for other in ("entropy", "all"):
+            if not arms.get(other):
+                continue
+            print(f"\n| minus {other} | " + " | ".join([*domains, "all domains", "seeds to see 1 point"]) + " |\n"
+                  + "|---" * (len(domains) + 3) + "|")
+            for arm, runs in arms.items():
+                pooled = gaps(runs, arms[other])
+                if arm != other and pooled:     # 2.8: a two-sided test at 5% that finds the point with 80% power
+                    needed = math.ceil((2.8 * np.std(pooled, ddof=1)) ** 2) if pooled[1:] else ""
+                    print(f"| {arm} | " + " | ".join([*(cell(gaps(runs, arms[other], d)) for d in domains),
+                                                     cell(pooled), str(needed)]) + " |")
+    draw(table)
+
+
+def draw(table):
+    """assets/study.png: accuracy against the share of tokens kept, one line per selection, one dot per run."""
+    from assets.pictures import COLOURS, picture, plt
+    if not plt:
+        return print("\nno figure: pip install matplotlib")
+    rows = [r for r in table if r["part"] in ("main", "keep")]
+    colours, marks = COLOURS | {"norm": "#CC79A7", "omega": "#56B4E9"}, dict(zip(("gmts", "entropy", "exact"), "^so"))
+    domains = [d for d in train.DOMAINS if any(r["domain"] == d for r in rows)]
+    figure, panels = plt.subplots(1, len(domains), figsize=(3.6 * len(domains) + 1, 4.4), sharey=True, squeeze=False)
+    for axes, domain in zip(panels[0], domains):
+        here = [r for r in rows if r["domain"] == domain]
+        for i, arm in enumerate(("exact", "gmts", "entropy", "random")):
+            runs = [(float(r["keep"]), float(r["final_avg"])) for r in here if r["arm"] == arm]
+            runs += [(1.0, float(r["final_avg"])) for r in here if r["arm"] == "all"]
+            keeps = sorted({keep for keep, _ in runs})
+            axes.plot(keeps, [np.mean([y for x, y in runs if x == keep]) for keep in keeps], color=colours[arm], lw=2,
+                      marker=marks.get(arm, "D"), ms=6, label=arm)
+            axes.plot([x * 1.06 ** (i - 1.5) for x, _ in runs if x < 1], [y for x, y in runs if x < 1], ".",
+                      color=colours[arm], ms=5, alpha=0.6)
+        axes.axhline(np.mean([float(r["start_avg"]) for r in here]), color="black", lw=1, ls="--", label="before")
+        axes.set(xscale="log", xlabel="share of tokens kept", title=domain, ylim=(0, None))
+        axes.set_xticks(keeps, [f"{keep:g}" for keep in keeps])
+        axes.minorticks_off()
+    panels[0, 0].set_ylabel("held-out accuracy at temperature 1 (avg@16)")
+    panels[0, -1].legend(loc="lower right", fontsize=10)
+    picture(TABLE.with_suffix(".png"), figure, HEADLINE)
+
+
+def why(seeds=5, problems=32, keeps=(0.02, 0.05, 0.1, 0.2, 0.5)):
+    """What each selection would do to the policy that all runs of a domain and seed start from: print and draw it."""
+    from assets.pictures import COLOURS, picture, plt
+    names, cosines, shares = ("exact", "gmts", "norm", "entropy", "random"), {}, {}
+    for domain in train.DOMAINS:
+        for seed in range(seeds):
+            run = train.prepare(train.Config(domain=domain, seed=(seed,)))
+            train.warm_up(run)
+            rollout, _, rewards = run.grade(run.next_problems(problems), 8, 1.0, torch.Generator().manual_seed(0))
+            A, live = gmts.group_advantages(rewards).flatten(), rollout.answer_mask         # (B,), (B, T)
+            omega, draw = A[:, None] * live, torch.Generator().manual_seed(0)               # (B, T)
+            scores = {name: gmts.token_scores(name, rollout.entropy, omega, rollout.logit_grad_norm, draw)
+                      for name in names}
+            kept = {(name, keep): gmts.select_tokens(scores[name], live, keep) for name in names for keep in keeps}
+            for choice, value in gmts.update_cosines(run.model, rollout.tokens, live, omega, kept).items():
+                cosines.setdefault(choice, []).append(value)
+            first = torch.zeros_like(live)
+            first[torch.arange(len(live)), rollout.prompt_lengths] = True
+            sides = {"dead groups": (A == 0)[:, None], "right answers": (rewards.flatten() > 0)[:, None],
+                     "first tokens": first}
+            for choice, mask in kept.items():
+                shares.setdefault(choice, []).append([float((mask & side).sum() / mask.sum()) for side in sides.values()]
+                                                     + [float(-rollout.logprobs[mask].mean())])
+            if domain == "math" and seed == 0:
+                example = rollout, kept["entropy", 0.05], kept["exact", 0.05]
+    print(f"Means over {len(train.DOMAINS)} domains x {seeds} seeds; cosine of the update with that of all tokens [range]\n")
+    head = ["keep", "score", "cosine", *sides, "surprise, nats"]
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for (name, keep), values in sorted(cosines.items(), key=lambda item: item[0][1]):
+        print(f"| {keep} | {name} | {np.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}] | "
+              + " | ".join(f"{x:.2f}" for x in np.mean(shares[name, keep], axis=0)) + " |")
+    if not plt:
+        return print("\nno figure: pip install matplotlib")
+    (rollout, by_entropy, by_exact), (figure, (left, right)) = example, plt.subplots(1, 2, figsize=(9.6, 4.4))
+    for mask, marker, colour, label in (
+            (rollout.answer_mask & ~by_entropy & ~by_exact, ".", "#BBBBBB", "kept by neither"),
+            (by_exact & by_entropy, "s", "black", "kept by both"),
+            (by_entropy & ~by_exact, "^", COLOURS["entropy"], "kept by entropy alone"),
+            (by_exact & ~by_entropy, "o", COLOURS["exact"], "kept by |omega| x norm alone")):
+        left.plot(rollout.entropy[mask], -rollout.logprobs[mask], marker, color=colour, ms=4, alpha=0.7, label=label)
+    left.set(xlabel="entropy E of the policy (nats)", ylabel="surprise $-\\log p$ of the sampled token (nats)")
+    left.set_title("math, one batch, top 5%")
+    left.legend(fontsize=9, loc="upper left")
+    left.set_ylim(0, 1.4 * left.get_ylim()[1])
+    for name in names:
+        values = np.array([cosines[name, keep] for keep in keeps])                          # (keeps, start points)
+        colour = COLOURS.get(name, "#CC79A7")
+        right.plot(keeps, values.mean(axis=1), marker="o", color=colour, label=name.replace("norm", "norm without omega"))
+        right.fill_between(keeps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.12)
+    right.set(xscale="log", xlabel="share of tokens kept", ylabel="cosine with the update of all tokens")
+    right.set_xticks(keeps, [f"{keep:g}" for keep in keeps])
+    right.minorticks_off()
+    right.set_title(f"{len(train.DOMAINS)} domains x {seeds} seeds: mean and range")
+    right.legend(fontsize=9, loc="lower right")
+    picture(TABLE.with_name("missed.png"), figure, "The fewer tokens, the less entropy's update is the update that all tokens "
+            "would make:\nit keeps guesses of wrong answers and misses the surprising tokens of right ones")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "again"))
+    parser.add_argument("what", choices=("run", "report", "why", "again"))
     parser.add_argument("names", nargs="*", help="parts to run, or the row to run again")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
     arguments = parser.parse_args()
     if arguments.what == "run":
         run(arguments.names, arguments.jobs, arguments.minutes)
-    elif arguments.what == "report":
-        report()
+    elif arguments.what in ("report", "why"):
+        {"report": report, "why": why}[arguments.what]()
     else:
         sys.exit(again(int(arguments.names[0])))
 

@@ -1,0 +1,107 @@
+"""The study: its plan, its statistics on hand-made numbers, one row of it made twice, and the committed table."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import gmts
+import tiny_run
+import train
+
+
+@pytest.fixture(scope="module")
+def study():
+    before = dict(gmts.SELECTIONS)
+    from assets import study
+    gmts.SELECTIONS.clear()
+    gmts.SELECTIONS.update(before)          # the study's controls are nobody else's business
+    return study
+
+
+def row(arm, seed, avg, domain="math", **other):
+    return {"part": "main", "arm": arm, "domain": domain, "size": "tiny", "loss": "grpo", "keep": "0.2", "lr": "0.0003",
+            "scope": "batch", "seed": str(seed), "status": "ok", "start_avg": "0.1", "final_avg": str(avg),
+            "final_greedy": str(avg), "final_pass": "0.9", "area": "0.3", **other}
+
+
+def test_plan_names_every_run_once_with_flags_that_train_accepts(study, monkeypatch):
+    keys = [study.key(part, arm, study.flags_of(arm, flags)) for part, arm, flags in study.plan()]
+    assert len(set(keys)) == len(keys) > 600
+    for part, arm, flags in study.plan():
+        if arm in train.SELECTIONS:
+            train.Config(**study.flags_of(arm, flags))
+    main = {(f["domain"], arm, f["seed"][0]) for part, arm, f in study.plan() if part == "main"}
+    assert main >= {(d, a, s) for d in ("math", "code", "logic") for a in study.ARMS for s in range(5)}
+
+
+def test_interval_is_that_of_the_mean(study):
+    assert study.interval([2.0, 2.0, 2.0]) == (2.0, 2.0, 2.0)
+    values = np.random.default_rng(1).normal(3.0, 1.0, 200)
+    mean, low, high = study.interval(values)
+    half = 1.96 * values.std() / 200 ** 0.5
+    assert mean == values.mean() and low == pytest.approx(mean - half, abs=0.02)
+    assert high == pytest.approx(mean + half, abs=0.02)
+
+
+def test_differences_are_paired_by_seed_and_pooled_over_whole_seeds(study):
+    table = [row("gmts", 0, 0.50), row("gmts", 1, 0.60), row("gmts", 0, 0.40, "code"), row("gmts", 2, 0.9),
+             row("entropy", 1, 0.50), row("entropy", 0, 0.48), row("entropy", 0, 0.30, "code")]
+    (arms,) = study.settings(table).values()
+    assert study.gaps(arms["gmts"], arms["entropy"], "math") == pytest.approx([2.0, 10.0])
+    assert study.gaps(arms["gmts"], arms["entropy"]) == pytest.approx([6.0])        # seed 0 alone has both domains
+    assert study.gaps(arms["gmts"], arms["all"]) == []
+    assert study.cell([2.0, 10.0, -3.0]).startswith("+3.0 [") and study.cell([2.0, 10.0, -3.0]).endswith(", 2/3")
+
+
+def test_a_setting_borrows_the_runs_on_all_tokens_of_the_main_part(study):
+    table = [row("all", 0, 0.7), row("gmts", 0, 0.5), row("gmts", 0, 0.3, part="keep", keep="0.05"),
+             row("all", 0, 0.6, part="dapo", loss="dapo"), row("gmts", 0, 0.4, part="dapo", loss="dapo")]
+    found = {name[0]: arms for name, arms in study.settings(table).items()}
+    assert study.gaps(found["keep"]["gmts"], found["keep"]["all"]) == pytest.approx([-40.0])
+    assert study.gaps(found["dapo"]["gmts"], found["dapo"]["all"]) == pytest.approx([-20.0])
+
+
+@pytest.mark.parametrize("part", ["main", "random reward"])
+def test_a_row_made_twice_has_the_same_numbers(study, part, tmp_path, monkeypatch):
+    tiny_run.shrink(monkeypatch.setattr, monkeypatch.setitem)
+    monkeypatch.chdir(tmp_path)
+    for name in ("say", "collect"):                                 # which a run of the study replaces
+        monkeypatch.setattr(train, name, getattr(train, name))
+    flags = {**study.COMMON, "select": ("gmts",), "domain": "math", "seed": (1,), "steps": 12, "prompts": 4,
+             "group_size": 4, "eval_problems": 6, "max_new_tokens": 12}
+    collect, rows = train.collect, []
+    for _ in range(2):
+        train.collect = collect
+        rows.append(study.run_one(part, "gmts", flags))
+    assert set(rows[0]) == set(study.FIELDS) - {"commit"}
+    assert {n: v for n, v in rows[0].items() if n != "minutes"} == {n: v for n, v in rows[1].items() if n != "minutes"}
+    assert math.isfinite(float(rows[0]["final_avg"])) and float(rows[0]["grad_norm_max"]) > 0
+
+
+def test_random_rewards_are_a_coin_and_spare_the_evaluation(study, monkeypatch):
+    monkeypatch.setattr(train, "collect", lambda run: ("rollout", "texts", torch.ones(200, 8), "groups"))
+    study.random_rewards(0)
+    rewards = train.collect(None)[2]
+    assert set(rewards.unique().tolist()) == {0.0, 1.0} and abs(float(rewards.mean()) - 0.5) < 0.05
+
+
+def test_every_committed_row_is_in_the_plan_and_holds_numbers(study, tried):
+    planned = {study.key(part, arm, study.flags_of(arm, flags)) for part, arm, flags in study.plan()}
+    table = study.read_table()
+    names = [(r["part"], r["arm"], r["flags"]) for r in table]
+    assert len(set(names)) == len(names) and set(names) <= planned
+    for r in table:
+        assert all(0 <= float(r[n]) <= 1 for n in ("start_greedy", "start_avg", "final_greedy", "final_avg", "area"))
+        tried["rows of the study read"] += 1
+
+
+def test_report_draws_the_figure_from_the_table_alone(study, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    lines = study.TABLE.read_text(encoding="utf-8")
+    monkeypatch.setattr(study, "TABLE", tmp_path / "study.csv")
+    study.TABLE.write_text(lines, encoding="utf-8")
+    study.report()
+    printed = capsys.readouterr().out
+    assert "### main: tiny, grpo, keep 0.2" in printed and "| minus entropy | math" in printed
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
