@@ -2,7 +2,7 @@
 
     python assets/study.py run [PART ...] [--jobs 2]   runs what the CSV does not hold yet; stop it, go on with it
     python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
-    python assets/study.py why                         what each score would keep of the policy that the runs start from
+    python assets/study.py why [FLAGS OF train.py]     what each score keeps of the policy that the runs start from
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
 
 All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with
@@ -311,37 +311,59 @@ def draw(table):
     picture(TABLE.with_suffix(".png"), figure, HEADLINE)
 
 
-def why(seeds=5, problems=32, keeps=(0.02, 0.05, 0.1, 0.2, 0.5)):
-    """What each selection would do to the policy that all runs of a domain and seed start from: print and draw it."""
-    from assets.pictures import COLOURS, picture, plt
-    names, cosines, shares = ("exact", "gmts", "norm", "entropy", "random"), {}, {}
-    for domain in train.DOMAINS:
-        for seed in range(seeds):
-            run = train.prepare(train.Config(domain=domain, seed=(seed,)))
+NAMES, KEEPS = ("exact", "gmts", "norm", "entropy", "random"), (0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+def first_batch(run):
+    """A batch of a policy as it is: its Rollout, {(score, keep): kept (B, T)}, and for each of these the cosine of its
+    update with that of all tokens, the kept tokens' share in dead groups, in right answers, of answers' first tokens,
+    and their mean surprise -log p."""
+    G, draw = run.config.group_size, torch.Generator(run.device).manual_seed(0)
+    rollout, _, rewards = run.grade(run.next_problems(run.config.prompts), G, run.config.temperature, draw)
+    A, live = gmts.group_advantages(rewards).flatten(), rollout.answer_mask                 # (B,), (B, T)
+    omega, right, first = A[:, None] * live, (rewards.flatten() > 0)[:, None], torch.zeros_like(live)
+    first[torch.arange(len(live)), rollout.prompt_lengths] = True
+    kept = {}
+    for name in NAMES:
+        scores = gmts.token_scores(name, rollout.entropy, omega, rollout.logit_grad_norm, draw)     # (B, T)
+        kept |= {(name, keep): gmts.select_tokens(scores, live, keep) for keep in KEEPS}
+    some = A != 0                                                   # dead groups add nothing to an update
+    cosines = gmts.update_cosines(run.model, rollout.tokens[some], live[some], omega[some],
+                                  {choice: mask[some] for choice, mask in kept.items()}, run.config.temperature)
+    return rollout, kept, {choice: [cosines[choice], *(float((mask & side).sum() / mask.sum())
+                                                       for side in ((A == 0)[:, None], right, first)),
+                                    float(-rollout.logprobs[mask].mean())] for choice, mask in kept.items()}
+
+
+def why(flags, seeds=5):
+    """What each score would keep of the policy that all runs of a domain and seed start from; or with flags of train.py
+    of the policy that such a run starts from, a pretrained one with --model."""
+    configs = [train.parse(flags)] if flags else [train.Config(domain=domain, seed=(seed,), prompts=32)
+                                                  for domain in train.DOMAINS for seed in range(seeds)]
+    found, example = {}, None
+    for config in configs:
+        run = train.prepare(config)
+        if not config.model:
             train.warm_up(run)
-            rollout, _, rewards = run.grade(run.next_problems(problems), 8, 1.0, torch.Generator().manual_seed(0))
-            A, live = gmts.group_advantages(rewards).flatten(), rollout.answer_mask         # (B,), (B, T)
-            omega, draw = A[:, None] * live, torch.Generator().manual_seed(0)               # (B, T)
-            scores = {name: gmts.token_scores(name, rollout.entropy, omega, rollout.logit_grad_norm, draw)
-                      for name in names}
-            kept = {(name, keep): gmts.select_tokens(scores[name], live, keep) for name in names for keep in keeps}
-            for choice, value in gmts.update_cosines(run.model, rollout.tokens, live, omega, kept).items():
-                cosines.setdefault(choice, []).append(value)
-            first = torch.zeros_like(live)
-            first[torch.arange(len(live)), rollout.prompt_lengths] = True
-            sides = {"dead groups": (A == 0)[:, None], "right answers": (rewards.flatten() > 0)[:, None],
-                     "first tokens": first}
-            for choice, mask in kept.items():
-                shares.setdefault(choice, []).append([float((mask & side).sum() / mask.sum()) for side in sides.values()]
-                                                     + [float(-rollout.logprobs[mask].mean())])
-            if domain == "math" and seed == 0:
-                example = rollout, kept["entropy", 0.05], kept["exact", 0.05]
-    print(f"Means over {len(train.DOMAINS)} domains x {seeds} seeds; cosine of the update with that of all tokens [range]\n")
-    head = ["keep", "score", "cosine", *sides, "surprise, nats"]
+        rollout, kept, numbers = first_batch(run)
+        example = example or (rollout, kept["entropy", 0.05], kept["exact", 0.05])
+        for choice, values in numbers.items():
+            found.setdefault(choice, []).append(values)
+    found = {choice: np.array(values) for choice, values in found.items()}                  # (start points, 5) each
+    head = ("keep", "score", "cosine of its update with that of all tokens [range]", "in dead groups",
+            "in right answers", "first tokens", "surprise, nats")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for (name, keep), values in sorted(cosines.items(), key=lambda item: item[0][1]):
-        print(f"| {keep} | {name} | {np.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}] | "
-              + " | ".join(f"{x:.2f}" for x in np.mean(shares[name, keep], axis=0)) + " |")
+    for name, keep in sorted(found, key=lambda choice: choice[1]):
+        cosine, *rest = found[name, keep].T
+        print(f"| {keep} | {name} | {cosine.mean():.2f} [{cosine.min():.2f}, {cosine.max():.2f}] | "
+              + " | ".join(f"{column.mean():.2f}" for column in rest) + " |")
+    if not flags:
+        draw_missed(example, found)
+
+
+def draw_missed(example, found):
+    """assets/missed.png: on the left the tokens of one batch, on the right what an update from a few of them is."""
+    from assets.pictures import COLOURS, picture, plt
     if not plt:
         return print("\nno figure: pip install matplotlib")
     (rollout, by_entropy, by_exact), (figure, (left, right)) = example, plt.subplots(1, 2, figsize=(9.6, 4.4))
@@ -349,24 +371,23 @@ def why(seeds=5, problems=32, keeps=(0.02, 0.05, 0.1, 0.2, 0.5)):
             (rollout.answer_mask & ~by_entropy & ~by_exact, ".", "#BBBBBB", "kept by neither"),
             (by_exact & by_entropy, "s", "black", "kept by both"),
             (by_entropy & ~by_exact, "^", COLOURS["entropy"], "kept by entropy alone"),
-            (by_exact & ~by_entropy, "o", COLOURS["exact"], "kept by |omega| x norm alone")):
+            (by_exact & ~by_entropy, "o", COLOURS["exact"], "kept by exact alone")):
         left.plot(rollout.entropy[mask], -rollout.logprobs[mask], marker, color=colour, ms=4, alpha=0.7, label=label)
-    left.set(xlabel="entropy E of the policy (nats)", ylabel="surprise $-\\log p$ of the sampled token (nats)")
-    left.set_title("math, one batch, top 5%")
+    left.set(xlabel="entropy E of the policy (nats)", ylabel="surprise $-\\log p$ of the sampled token (nats)",
+             title="math, one batch, top 5%", ylim=(0, 1.4 * left.get_ylim()[1]))
     left.legend(fontsize=9, loc="upper left")
-    left.set_ylim(0, 1.4 * left.get_ylim()[1])
-    for name in names:
-        values = np.array([cosines[name, keep] for keep in keeps])                          # (keeps, start points)
+    for name in NAMES:
+        cosine = np.array([found[name, keep][:, 0] for keep in KEEPS])                      # (keeps, start points)
         colour = COLOURS.get(name, "#CC79A7")
-        right.plot(keeps, values.mean(axis=1), marker="o", color=colour, label=name.replace("norm", "norm without omega"))
-        right.fill_between(keeps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.12)
-    right.set(xscale="log", xlabel="share of tokens kept", ylabel="cosine with the update of all tokens")
-    right.set_xticks(keeps, [f"{keep:g}" for keep in keeps])
+        right.plot(KEEPS, cosine.mean(axis=1), marker="o", color=colour, label=name)
+        right.fill_between(KEEPS, cosine.min(axis=1), cosine.max(axis=1), color=colour, alpha=0.12)
+    right.set(xscale="log", xlabel="share of tokens kept", ylabel="cosine with the update of all tokens", ylim=(None, 1.03),
+              title=f"{len(found['exact', 0.05])} start points (domains x seeds): mean, range")
+    right.set_xticks(KEEPS, [f"{keep:g}" for keep in KEEPS])
     right.minorticks_off()
-    right.set_title(f"{len(train.DOMAINS)} domains x {seeds} seeds: mean and range")
     right.legend(fontsize=9, loc="lower right")
-    picture(TABLE.with_name("missed.png"), figure, "The fewer tokens, the less entropy's update is the update that all tokens "
-            "would make:\nit keeps guesses of wrong answers and misses the surprising tokens of right ones")
+    picture(TABLE.with_name("missed.png"), figure, "The fewer tokens, the less entropy's update is the update that all "
+            "tokens would make:\nit keeps guesses of wrong answers and misses the surprising tokens of right ones")
 
 
 def main():
@@ -375,11 +396,15 @@ def main():
     parser.add_argument("names", nargs="*", help="parts to run, or the row to run again")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
-    arguments = parser.parse_args()
+    arguments, flags = parser.parse_known_args()
+    if flags and arguments.what != "why":
+        parser.error(f"unknown: {' '.join(flags)}")
     if arguments.what == "run":
         run(arguments.names, arguments.jobs, arguments.minutes)
-    elif arguments.what in ("report", "why"):
-        {"report": report, "why": why}[arguments.what]()
+    elif arguments.what == "report":
+        report()
+    elif arguments.what == "why":
+        why(flags)
     else:
         sys.exit(again(int(arguments.names[0])))
 
