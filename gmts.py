@@ -127,11 +127,14 @@ def policy_objective(logprobs, old_logprobs, advantages, clip_low, clip_high, re
 
     The KL term is part of l, so it acts on kept tokens only, as in the paper's text; the reference gets no gradient.
     """
+    def clamp(x, low, high):        # torch's own has gradient 1 at the very bounds, but from 2.14 on 0
+        return torch.where((x < low) | (x > high), x.detach().clamp(low, high), x)
+
     A = advantages[:, None]                                                         # (B, 1)
-    ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()   # (B, T)
-    objective = torch.minimum(ratio * A, ratio.clamp(1 - clip_low, 1 + clip_high) * A)      # (B, T)
+    ratio = clamp(logprobs - old_logprobs.detach(), -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()    # (B, T)
+    objective = torch.minimum(ratio * A, clamp(ratio, 1 - clip_low, 1 + clip_high) * A)     # (B, T)
     if beta:
-        log_ref = (ref_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)   # (B, T)
+        log_ref = clamp(ref_logprobs.detach() - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)    # (B, T)
         objective = objective - beta * (torch.expm1(log_ref) - log_ref)
     return objective
 

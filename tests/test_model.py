@@ -251,9 +251,12 @@ def test_bf16_cached_forward_stays_near_fp32(config, weights):
         model = model.to(weights)
         cache = KVCache(config, torch.tensor([0, 0]), 9, torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+            plain = model.logits(model(tokens))
             hidden = [model(tokens[:, :7], cache), model(tokens[:, 7:8], cache), model(tokens[:, 8:], cache)]
             rough = model.logits(torch.cat(hidden, dim=1))
-    assert (rough.float() - exact).abs().max() < 0.05 * exact.abs().max()
+    # Norms: single logits are off by 3% of the largest one with torch 2.13, by 7% with 2.6, without a cache too.
+    assert (rough.float() - exact).norm() < 0.03 * exact.norm()
+    assert (rough.float() - plain.float()).norm() < 0.01 * exact.norm()
 
 
 # ------------------------------------------------------------------------------------------------------- byte tokenizer
