@@ -649,6 +649,25 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, tried):
     tried["interrupts survived"] += 1
 
 
+def test_ctrl_c_in_the_warm_up_leaves_nothing_half_done(tiny, monkeypatch, capsys):
+    cross_entropy, calls = train.F.cross_entropy, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(train.F, "cross_entropy", interrupted)
+    assert cli("--steps", 1, "--out", "run") == 130
+    assert "python train.py --resume --out run goes on" in capsys.readouterr().err
+    assert not Path("out/warmup").exists() and [p.name for p in Path("run").iterdir()] == ["config.json"]
+    assert cli("--resume", "--out", "run") == 0
+    assert cli("--steps", 1, "--out", "whole") == 0
+    assert {n: v for n, v in read_csv("run/metrics.csv")[-1].items() if n not in TIMES} == \
+        {n: v for n, v in read_csv("whole/metrics.csv")[-1].items() if n not in TIMES}
+
+
 @pytest.mark.parametrize("limit", [3_000, 20_000])
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(tmp_path, tried, limit):
     assert finish(tiny_run.start(["--steps", "5", "--out", "run"], tmp_path), tmp_path)[0] == 0
