@@ -257,10 +257,10 @@ def update_cosines(model, tokens, live, omega, kept, temperature=1.0):
 
 
 def measure(run):
-    """One batch of a run (train.load_run): Rollout, rewards (P, G), advantages (B,), omega and true norms (B, T)."""
+    """A batch of a run (train.load_run): Rollout, rewards (P, G), advantages (B,), omega without KL, norms (B, T)."""
     c, generator = run.config, torch.Generator(run.device).manual_seed(0)
     rollout, _, rewards = run.grade(run.next_problems(c.prompts), c.group_size, c.temperature, generator)
-    A, live = group_advantages(rewards).flatten(), rollout.answer_mask              # (B,), (B, T)
+    A, live = group_advantages(rewards, c.loss != "dr_grpo").flatten(), rollout.answer_mask     # (B,), (B, T)
     omega = A[:, None] * live                                                       # (B, T) first update: r = 1
     norms = parameter_grad_norms(run.model, rollout.tokens, live & (omega != 0), omega, c.temperature)   # (B, T)
     return rollout, rewards, A, omega, norms
