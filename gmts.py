@@ -170,7 +170,7 @@ def parameter_grad_norms(model, tokens, chosen, omega=None, temperature=1.0, cop
         raise ValueError("the first token of a row has no log-prob: nothing stands before it")
     row, column = chosen.nonzero(as_tuple=True)                                     # (N,) each
     norms, calls = torch.zeros(tokens.shape, device=tokens.device), []              # (B, T)
-    # The last feed-forward matters at one position only, `end` of the loop; its output adds to others, which none reads.
+    # The last feed-forward matters at one position only (`end`, in the loop); what it adds elsewhere, nobody reads.
     hooks = [model.blocks[-1].mlp_norm.register_forward_pre_hook(lambda module, inputs: inputs[0][end][:, None])]
     hooks += [module.register_forward_hook(lambda *call: calls.append(call))        # a call: (module, inputs, output)
               for module in model.modules() if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Embedding))]
