@@ -57,11 +57,14 @@ def plan():
             add("main", ARMS, (domain,), (seed,))
             if seed < 3:
                 add("keep", few, (domain,), (seed,), keep=0.05)
+    # Is what entropy loses at 5% a matter of its learning rate?
+    add("lr", ("entropy", "gmts", "exact"), ("math",), range(3), lr=1e-4, keep=0.05)
     # Groups of 4 of a policy that is seldom right are dead more often: there entropy wastes slots that GMTS does not.
     add("small groups", ARMS, ("math",), range(3), prompts=32, group_size=4)
     for seed in range(3):
         add("dapo", ARMS, ("math",), (seed,), loss="dapo")
         add("lr", ARMS, ("math",), (seed,), lr=1e-3)
+        add("lr", ARMS, ("math",), (seed,), lr=1e-4)
         add("keep", ("entropy", "gmts", "exact"), ("math",), (seed,), keep=0.02)
         add("small", ARMS, ("math",), (seed,), size="small")
         add("small", ("entropy", "gmts", "exact"), ("math",), (seed,), size="small", keep=0.05)
