@@ -170,7 +170,7 @@ def parameter_grad_norms(model, tokens, chosen, omega=None, temperature=1.0, cop
         raise ValueError("the first token of a row has no log-prob: nothing stands before it")
     row, column = chosen.nonzero(as_tuple=True)                                     # (N,) each
     norms, calls = torch.zeros(tokens.shape, device=tokens.device), []              # (B, T)
-    # The last feed-forward matters at one position only; its output (n, 1, D) adds to others too, which nobody reads.
+    # The last feed-forward matters at one position only (`end`, in the loop); what it adds elsewhere, nobody reads.
     hooks = [model.blocks[-1].mlp_norm.register_forward_pre_hook(lambda module, inputs: inputs[0][end][:, None])]
     hooks += [module.register_forward_hook(lambda *call: calls.append(call))        # a call: (module, inputs, output)
               for module in model.modules() if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Embedding))]
@@ -257,10 +257,10 @@ def update_cosines(model, tokens, live, omega, kept, temperature=1.0):
 
 
 def measure(run):
-    """One batch of a run (train.load_run): Rollout, rewards (P, G), advantages (B,), omega and true norms (B, T)."""
+    """A batch of a run (train.load_run): Rollout, rewards (P, G), advantages (B,), omega without KL, norms (B, T)."""
     c, generator = run.config, torch.Generator(run.device).manual_seed(0)
     rollout, _, rewards = run.grade(run.next_problems(c.prompts), c.group_size, c.temperature, generator)
-    A, live = group_advantages(rewards).flatten(), rollout.answer_mask              # (B,), (B, T)
+    A, live = group_advantages(rewards, c.loss != "dr_grpo").flatten(), rollout.answer_mask     # (B,), (B, T)
     omega = A[:, None] * live                                                       # (B, T) first update: r = 1
     norms = parameter_grad_norms(run.model, rollout.tokens, live & (omega != 0), omega, c.temperature)   # (B, T)
     return rollout, rewards, A, omega, norms

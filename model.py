@@ -252,13 +252,15 @@ def _read_config(texts, tokens):
     rope = file.get("rope_parameters") or file.get("rope_scaling") or {}    # transformers 5 has rope_theta in here
     c = {"model_type": None, "rope_theta": 10_000.0, "tie_word_embeddings": False} | file | rope
     c["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    c |= {n: v for n, v in json.loads(texts.get("generation_config.json", "{}")).items() if n == "eos_token_id"}
+    for name in ("hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size rms_norm_eps "
+                 "max_position_embeddings eos_token_id").split():
+        _require(c.get(name) is not None, f"config.json: {name} is missing")
     for name, known in KNOWN.items():
         _require(c.get(name, known[0]) in known, f"config.json: {name} {c.get(name)} is unknown, known is {known}")
     _require("sliding_attention" not in (c.get("layer_types") or ()), "config.json: sliding_attention is unknown")
     _require(tokens <= c["vocab_size"], f"tokenizer.json has {tokens} tokens, the embedding {c['vocab_size']} rows")
-    eos = json.loads(texts.get("generation_config.json", "{}")).get("eos_token_id", c.get("eos_token_id"))
-    _require(eos is not None, "config.json: eos_token_id is missing")
-    attention_bias, qk_norm = FAMILIES[c["model_type"]]
+    (attention_bias, qk_norm), eos = FAMILIES[c["model_type"]], c["eos_token_id"]
     c |= {"vocab_size": tokens, "embedding_rows": c["vocab_size"], "attention_bias": attention_bias, "qk_norm": qk_norm,
           "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
           "num_key_value_heads": c.get("num_key_value_heads") or c["num_attention_heads"],

@@ -193,13 +193,13 @@ def micro_batches(mask, budget):
 
 def budgets(model, width=1):
     """(rows of `width` tokens to decode at once, positions to hold at once until a backward pass, a line that says so).
-    Estimates from above: each gets half of what weights, gradients and AdamW leave of a GPU, or 4 GB elsewhere; a
+    Estimates from above: each gets half of what weights, gradients, AdamW and a reference leave of a GPU, or 4 GB; a
     position takes 12 D + 6 F floats a layer and 3 V for its logits; a row in decoding keys, values and 8 V."""
     c, n, gpu = model.config, 4e-9 * sum(p.numel() for p in model.parameters()), model.embed.weight.is_cuda     # n: GB
     layer = 12 * max(c.hidden_size, c.num_attention_heads * c.head_dim) + 6 * c.intermediate_size
     row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * width + 8 * c.vocab_size
     row, position = 4e-9 * row, 4e-9 * (c.num_hidden_layers * layer + 3 * c.vocab_size)             # GB
-    free = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 1e9 - 4 * n if gpu else 8.0
+    free = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 1e9 - 5 * n if gpu else 8.0
     rows, positions = (max(1, int(min(free / 2 / size, most))) for size, most in (
         (row, MAX_ROWS), (position, math.inf if gpu else 2048)))                    # more would leave a CPU's cache
     return rows, positions, (f"GB at most: weights {n:.2f} (--beta: twice), gradients {n:.2f}, AdamW {2 * n:.2f}, "

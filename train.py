@@ -1,9 +1,8 @@
 """Train a GPT on a verifier's reward alone: sample, verify, weigh, score, select, update.
 
-`python train.py` first warms a small GPT up on worked examples of short problems, then lets it learn longer ones by
-reinforcement: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) or DAPO (2503.14476) on the 20% of tokens that GMTS
-(2608.30632) selects.  Several names after --select, or several seeds, make a comparison.  `reinforce` is the method,
-the rest gets it going; `python train.py --help` explains every flag.
+`python train.py` warms a small GPT up on worked examples, then it finds out by reinforcement that working a problem out
+pays: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) or DAPO (2503.14476) on the 20% of tokens that GMTS (2608.30632)
+selects.  Several names after --select, or several seeds, compare.  `reinforce` is the method, the rest gets it going.
 
 Shapes: P prompts, G answers per prompt, B = P * G answers, T padded length, N tokens trained on, V vocabulary.
 """
@@ -106,11 +105,11 @@ class Config:
             kind, given = type(f.default[0] if f.type is tuple else f.default), getattr(self, f.name)
             given = tuple(given) if f.type is tuple else (given,)
             try:
-                values = tuple(value for value in map(kind, given) if f.metadata["check"](value))
+                valid = tuple(value for value in map(kind, given) if f.metadata["check"](value))
             except ValueError:
-                values = ()
-            require(f.name, values and len(values) == len(given), f.metadata["allowed"])
-            setattr(self, f.name, values if f.type is tuple else values[0])
+                valid = ()
+            require(f.name, valid and len({*valid}) == len(given), f.metadata["allowed"] + (f.type is tuple) * ", once")
+            setattr(self, f.name, valid if f.type is tuple else valid[0])
         for name in ("data", "eval_data", "model"):
             require(name, os.path.exists(getattr(self, name) or "."), "a file or folder that exists")
         require("data", bool(self.data) == bool(self.eval_data), "a file together with --eval_data, or neither")
@@ -191,8 +190,8 @@ class Run:
         self.config.continues(state.get("config", {}))
         for name, part in self.learned.items():
             part.load_state_dict(state[name])
-        for name in GENERATORS:
-            getattr(self, name).set_state(state[name])
+        for own, saved in ((getattr(self, name), state[name]) for name in GENERATORS):
+            own.set_state(saved if saved.shape == own.get_state().shape else own.get_state())   # else: another device's
         vars(self).update({name: state[name] for name in COUNTERS})
 
 
@@ -236,8 +235,8 @@ def prepare(config):
     kind = "bytes" if "<|eos|>" in ends else "chat" if "<|im_end|>" in ends else "base"
     run = Run(c, model, tokenizer, c.template or TEMPLATES[kind])
     room = model.config.max_position_embeddings - c.max_new_tokens
-    run.problems, run.eval_problems = ([p for p in some if len(run.encode(p.question)) <= room]
-                                       for some in (problems, held_out))
+    run.problems, run.eval_problems = ([p for p in some if len(ask := run.encode(p.question)) <= room and (c.model or
+        len(ask + tokenizer.encode_ordinary(p.solution)) < room + c.max_new_tokens)] for some in (problems, held_out))
     if not run.problems or not run.eval_problems:
         raise ValueError(f"--max_new_tokens {c.max_new_tokens}: leaves {room} tokens for a prompt, which is too few")
     if left_out := len(problems + held_out) - len(run.problems + run.eval_problems):
@@ -304,11 +303,11 @@ def reinforce(run):
         ticks.append(time.perf_counter())
     run.step += 1
     seconds = [end - start for start, end in zip(ticks, ticks[1:])]
-    row = {"step": run.step, "lr": c.lr, "groups": len(groups), **rollout.describe(rewards),
-           "no_answer": mean(extract_answer(text) is None for text in texts),
-           "tokens_per_s": int(rollout.answer_mask.sum()) / seconds[0],
-           "rollout_s": seconds[0], "score_s": sum(seconds[1::2]), "update_s": sum(seconds[2::2]),
-           **{name: mean(one[name] for one in slices) for name in slices[0]}, "first_ratio": slices[0]["ratio_max"]}
+    row = {"step": run.step, "lr": c.lr, "groups": len(groups), "first_ratio": slices[0]["ratio_max"],
+           **rollout.describe(rewards), "no_answer": mean(extract_answer(text) is None for text in texts),
+           "tokens_per_s": int(rollout.answer_mask.sum()) / seconds[0], "rollout_s": seconds[0],
+           "score_s": sum(seconds[1::2]), "update_s": sum(seconds[2::2]),
+           **{name: (max if name in ("ratio_max", "largest") else mean)(s[name] for s in slices) for name in slices[0]}}
     watch(run, row)
     return row
 
@@ -386,9 +385,9 @@ def evaluate(run):
 
 def write_table(path, names, rows):
     """Dicts as a CSV file; a value that is missing, such as the length of no answers, is an empty cell."""
-    cells = [[row.get(name, "") for name in names] for row in rows]
-    write_whole(path, "".join(",".join(f"{x:.6g}" if isinstance(x, float) else str(x) for x in line) + "\n"
-                              for line in [names, *cells]))
+    lines = [names, *([row.get(name, "") for name in names] for row in rows)]
+    texts = (",".join(f"{x:.6g}" if isinstance(x, float) else str(x) for x in line) for line in lines)
+    write_whole(path, "\n".join([*texts, ""]))
 
 
 def train(config):
@@ -420,6 +419,7 @@ def train(config):
             run.save()
         if stop:
             raise KeyboardInterrupt(f" after step {step}, which is saved")
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # nobody would look at `stop` any more
     return run.rows
 
 
@@ -486,7 +486,7 @@ def parse(arguments):
     parser.error = refuse
     for f in fields(Config):
         how = {"action": "store_true"} if f.type is bool else {"nargs": "+" if f.type is tuple else None}
-        text = f"{f.metadata['help']} ({f.metadata['allowed']}; default {f.default})"
+        text = f.metadata["help"] + f" ({f.metadata['allowed']}; default {f.default})" * bool(f.metadata["allowed"])
         parser.add_argument(f"--{f.name}", help=text.replace("%", "%%"), **how)
     given = vars(parser.parse_args(arguments))
     if given.get("resume"):

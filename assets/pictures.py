@@ -99,7 +99,8 @@ def slots(path, run, groups):
             axes.scatter(value, kept[rows].sum() / live[rows].sum(), color=colour, marker=marker, zorder=3,
                          s=20 + 8 * int(rows.sum()) ** 0.5, alpha=0.8, edgecolor="white")
     axes.axhline(0.2, color="black", lw=1, ls="--", label="20%, if all answers were treated alike")
-    axes.set(xlabel="pass rate p of the group (dots: measured; larger, more answers)", ylabel="share of tokens kept")
+    axes.set(xlabel="pass rate p of the group (dots: measured; larger, more answers)")
+    axes.set_ylabel("share of tokens kept, of those in live groups")
     axes.set(xlim=(0, 1), ylim=(0, None))
     axes.legend(loc="upper center", fontsize=10)
     picture(path, figure, "GMTS gives its slots to the rarer outcome:\n"
@@ -214,7 +215,8 @@ def tokens(path, run, groups=3):
     problems = run.next_problems(run.config.prompts)
     run.position = position
     score = (rollout.entropy * omega).abs()                       # (B, T)
-    kept = [select_tokens(s, rollout.answer_mask, run.config.keep) for s in (rollout.entropy, score)]
+    kept = [select_tokens(s, rollout.answer_mask, run.config.keep, run.config.scope, G)
+            for s in (rollout.entropy, score)]                    # (B, T) each
     columns = (rollout.tokens, rollout.entropy, score, norms, *kept)
     dead = [bool(A[i * G] == 0) for i in range(len(problems))]
     chosen = [i for i, d in enumerate(dead) if not d][:groups] + [i for i, d in enumerate(dead) if d][:1]
@@ -239,8 +241,9 @@ def draw_run(folder):
         run = train.load_run(folder)
         if sum(p.numel() for p in run.model.parameters()) < 1e7:
             tokens(folder / "tokens.html", run)
-        else:           # the exact norm of every token is a backward pass of its own
-            train.say(f"no tokens.html of so large a model, which takes long: python assets/pictures.py {folder}")
+        else:           # the exact norms need a copy of the text before it for every token
+            train.say("no tokens.html of so large a model, as it takes long: "
+                      f"python assets/pictures.py {folder} --out {folder}")
 
 
 def main():
@@ -251,18 +254,18 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("assets"), help="where the PNG files go")
     parser.add_argument("--groups", type=int, default=96, help="groups that are sampled for the picture of the slots")
     arguments = parser.parse_args()
-    if not plt:
-        sys.exit("the pictures need matplotlib: pip install matplotlib")
     try:
         run = train.load_run(arguments.run)
-    except (OSError, ValueError) as error:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"pictures.py: {error}")
+    tokens(arguments.out / "tokens.html", run)
+    if not plt:
+        sys.exit("the other pictures need matplotlib: pip install matplotlib")
     rollout, _, advantages, omega, norms = measure(run)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     proposition(arguments.out / "proposition.png", rollout)
     scatter(arguments.out / "scatter.png", rollout, advantages, omega, norms)
     slots(arguments.out / "slots.png", run, arguments.groups)
-    tokens(arguments.out / "tokens.html", run)
     if arguments.comparison:
         learning(arguments.out / "curves.png", arguments.comparison)
 

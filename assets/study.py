@@ -35,12 +35,12 @@ import train
 TABLE = ROOT / "assets" / "study.csv"
 COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
           "eval_samples": 16, "eval_problems": 512}
-HEADLINE = ("From 20% of the tokens every score learns about as much as from all; from 5% entropy alone learns nothing,\n"
+HEADLINE = ("From 20% of the tokens every score learns about as much as from all; from 5% entropy learns nothing,\n"
             "GMTS loses a little, and the exact score, omega times the norm over the logits, next to nothing")
 ARMS = ("all", "random", "entropy", "gmts", "exact")
 FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
-          "final_pass area steps_to_half last_reward grad_norm_median grad_norm_max entropy_final overlap_entropy "
-          "kept_right dead_groups minutes commit flags").split()
+          "final_pass mean_reward steps_to_half last_reward grad_norm_median grad_norm_max entropy_final "
+          "overlap_entropy kept_right dead_groups minutes commit flags").split()
 
 
 def plan():
@@ -57,11 +57,14 @@ def plan():
             add("main", ARMS, (domain,), (seed,))
             if seed < 3:
                 add("keep", few, (domain,), (seed,), keep=0.05)
+    # Is what entropy loses at 5% a matter of its learning rate?
+    add("lr", ("entropy", "gmts", "exact"), ("math",), range(3), lr=1e-4, keep=0.05)
     # Groups of 4 of a policy that is seldom right are dead more often: there entropy wastes slots that GMTS does not.
     add("small groups", ARMS, ("math",), range(3), prompts=32, group_size=4)
     for seed in range(3):
         add("dapo", ARMS, ("math",), (seed,), loss="dapo")
         add("lr", ARMS, ("math",), (seed,), lr=1e-3)
+        add("lr", ARMS, ("math",), (seed,), lr=1e-4)
         add("keep", ("entropy", "gmts", "exact"), ("math",), (seed,), keep=0.02)
         add("small", ARMS, ("math",), (seed,), size="small")
         add("small", ("entropy", "gmts", "exact"), ("math",), (seed,), size="small", keep=0.05)
@@ -138,7 +141,7 @@ def run_one(part, arm, flags):
     reward = np.array([r["reward"] for r in steps])
     smooth = np.convolve(reward, np.ones(5) / 5, "valid")               # entry i: the mean of steps i + 1 to i + 5
     row |= {"start_greedy": first["eval_greedy"], "start_avg": first[avg], "final_greedy": last["eval_greedy"],
-            "final_avg": last[avg], "final_pass": last[pass_k], "area": float(reward.mean()),
+            "final_avg": last[avg], "final_pass": last[pass_k], "mean_reward": float(reward.mean()),
             "steps_to_half": int(np.argmax(smooth >= 0.5)) + 5 if (smooth >= 0.5).any() else math.nan,
             "last_reward": tail("reward"), "grad_norm_median": float(np.median([r["grad_norm"] for r in steps])),
             "grad_norm_max": max(r["grad_norm"] for r in steps), "entropy_final": tail("entropy"),
@@ -206,7 +209,9 @@ def run(parts, jobs, minutes):
 
 def again(number):
     """Run row `number` (from 1) of the table once more; says whether every result is the same."""
-    old = read_table()[number - 1]
+    if not 1 <= number <= len(table := read_table()):
+        sys.exit(f"{TABLE} has {len(table)} rows: choose one, such as again 1")
+    old = table[number - 1]
     part, arm, flags = next((p, a, flags_of(a, f)) for p, a, f in plan()
                             if key(p, a, flags_of(a, f)) == (old["part"], old["arm"], old["flags"]))
     new = run_one(part, arm, flags)
@@ -258,14 +263,15 @@ def cell(differences):
 
 def report():
     """Print Markdown tables: accuracy of each arm, then its paired differences to entropy and to all; draw a figure."""
-    table = read_table()
+    if not (table := read_table()):
+        sys.exit(f"{TABLE} has no rows yet: python assets/study.py run")
     print("Differences: points of avg@16, [95% interval over seeds], seeds of that sign / seeds.")
     for name, arms in settings(table).items():
         part, size, loss, lr, keep, scope = name
         domains = sorted({d for runs in list(arms.values())[1:] for d, _ in runs}, key=[*train.DOMAINS].index)
         print(f"\n### {part}: {size}, {loss}, keep {keep}, learning rate {lr}, scope {scope}\n")
         head = ["arm", *(f"{d} avg@16" for d in domains), "greedy", "pass@8", "mean reward",
-                "gradient norm", "runs", "below start"]
+                "gradient norm", "runs", "broken or below start"]
         print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
         for arm, runs in arms.items():
             runs = {place: row for place, row in runs.items() if place[0] in domains}
@@ -273,7 +279,7 @@ def report():
             numbers = [(f"{np.mean(c):.3f}" + (f" +- {np.std(c, ddof=1):.3f}" if c[1:] else "")) if c else ""
                        for c in cells]
             numbers += [f"{np.mean([float(r[n]) for r in runs.values()]):.3f}" if runs else ""
-                        for n in ("final_greedy", "final_pass", "area", "grad_norm_median")]
+                        for n in ("final_greedy", "final_pass", "mean_reward", "grad_norm_median")]
             print("| " + " | ".join([arm, *numbers, str(len(runs)),
                                      str(sum(r["status"] != "ok" for r in runs.values()))]) + " |")
         for other in ("entropy", "all"):
@@ -414,7 +420,7 @@ def main():
     elif arguments.what == "why":
         why(flags)
     else:
-        sys.exit(again(int(arguments.names[0])))
+        sys.exit(again(int("".join(arguments.names) or 0)))
 
 
 if __name__ == "__main__":

@@ -518,7 +518,7 @@ def toy_run(rewards):
         rollout = generate(model, [[65, 66]] * len(problems), samples, 12, [256], temperature, generator=generator)
         return rollout, [], torch.tensor(rewards)
 
-    return SimpleNamespace(config=SimpleNamespace(prompts=2, group_size=G, temperature=0.8), model=model, grade=grade,
+    return SimpleNamespace(config=SimpleNamespace(loss="grpo", prompts=2, group_size=G, temperature=0.8), model=model, grade=grade,
                            tokenizer=tokenizer, device=torch.device("cpu"), next_problems=lambda n: [None] * n)
 
 

@@ -615,6 +615,7 @@ def test_tensors_that_do_not_fit_are_named(change, named, tmp_path):
 @pytest.mark.parametrize("changes, named", [
     ({"model_type": "mistral"}, "mistral"),
     ({"model_type": "absent"}, "model_type"),
+    ({"intermediate_size": None}, "config.json: intermediate_size is missing"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"),

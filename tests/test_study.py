@@ -22,7 +22,7 @@ def study():
 def row(arm, seed, avg, domain="math", **other):
     return {"part": "main", "arm": arm, "domain": domain, "size": "tiny", "loss": "grpo", "keep": "0.2", "lr": "0.0003",
             "scope": "batch", "seed": str(seed), "status": "ok", "start_avg": "0.1", "final_avg": str(avg),
-            "final_greedy": str(avg), "final_pass": "0.9", "area": "0.3", **other}
+            "final_greedy": str(avg), "final_pass": "0.9", "mean_reward": "0.3", "grad_norm_median": "0.2", **other}
 
 
 def test_plan_names_every_run_once_with_flags_that_train_accepts(study, monkeypatch):
@@ -92,7 +92,7 @@ def test_every_committed_row_is_in_the_plan_and_holds_numbers(study, tried):
     names = [(r["part"], r["arm"], r["flags"]) for r in table]
     assert len(set(names)) == len(names) and set(names) <= planned
     for r in table:
-        assert all(0 <= float(r[n]) <= 1 for n in ("start_greedy", "start_avg", "final_greedy", "final_avg", "area"))
+        assert all(0 <= float(r[n]) <= 1 for n in ("start_greedy", "start_avg", "final_greedy", "final_avg", "mean_reward"))
         tried["rows of the study read"] += 1
 
 

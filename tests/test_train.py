@@ -158,8 +158,16 @@ def test_the_first_ratio_is_one(monkeypatch, flags):
 
 def test_later_slices_and_passes_meet_a_moved_policy(monkeypatch):
     monkeypatch.setattr(train, "reward", tiny_run.coin)
+    update, ratios = train.update, []
+
+    def watched(*args):
+        ratios.append(update(*args))
+        return ratios[-1]
+
+    monkeypatch.setattr(train, "update", watched)
     row = train.reinforce(letters_run(epochs=2, inner_batches=3, lr=1e-2))
     assert row["first_ratio"] - 1 < 1e-4 < row["ratio_max"] - 1
+    assert row["ratio_max"] == max(one["ratio_max"] for one in ratios) and len(ratios) == 6
 
 
 def test_no_live_token_no_optimizer_step(monkeypatch):
@@ -455,6 +463,30 @@ def test_pictures_are_optional(tiny, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "assets.pictures")          # it was imported without matplotlib
 
 
+def test_a_run_of_another_kind_of_device_can_be_loaded_and_go_on(tiny):
+    assert cli("--steps", 1, "--out", "run") == 0
+    path = Path("run/checkpoint.pt")
+    state = train.read_checkpoint(path) | {"sampler": torch.zeros(16, dtype=torch.uint8)}      # so small is a GPU's
+    torch.save(state, path)
+    run = train.load_run("run")
+    assert torch.equal(run.model.embed.weight, state["model"]["embed.weight"])
+    assert cli("--resume", "--steps", 2, "--out", "run") == 0
+
+
+def test_an_interrupt_after_a_run_is_nobody_elses(tiny):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert cli("--steps", 1, "--out", "run") == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_problems_whose_solutions_are_too_long_for_a_warm_up_are_counted_and_left_out(tiny, capsys):
+    Path("train.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"{'x' * 75 * i} #### {i + 1}"})
+                                           + "\n" for i in range(4)))
+    Path("held_out.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    assert cli("--data", "train.jsonl", "--eval_data", "held_out.jsonl", "--max_new_tokens", 20, "--steps", 1) == 0
+    assert "2 problems have more than" in capsys.readouterr().out
+
+
 def test_pictures(tiny, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.delitem(sys.modules, "assets.pictures")
@@ -471,6 +503,7 @@ BAD = [  # arguments, what the line has to say
     (["--group_size", 1], "--group_size 1: "), (["--domain", "chess"], "--domain chess: allowed is math, code, logic"),
     (["--size", "huge"], "--size huge: "), (["--loss", "ppo"], "--loss ppo: "), (["--scope", "token"], "--scope token: "),
     (["--select", "gmts", "best"], "best"), (["--select"], "--select: "), (["--seed", -1], "-1"), (["--seed", "x"], "x"),
+    (["--seed", 0, 0], "once"), (["--select", "gmts", "all", "gmts"], "once"),
     (["--steps", 0], "--steps 0: "), (["--epochs", 0], "--epochs 0: "), (["--inner_batches", 3], "--inner_batches 3: "),
     (["--lr", 0], "--lr 0: "), (["--lr", "inf"], "--lr inf: "), (["--lr", "-1e-3"], "--lr"), (["--beta", -0.1], "--beta"),
     (["--beta", "nan"], "--beta nan: "), (["--clip_low", 1.5], "--clip_low 1.5: "), (["--clip_high", -1], "--clip_high -1: "),
