@@ -10,6 +10,8 @@ one thread each.
 """
 import argparse
 import csv
+import hashlib
+import json
 import math
 import os
 import subprocess
@@ -27,8 +29,9 @@ import torch
 
 import gmts
 
-# Controls that only the study needs, each one factor of "exact"; before train, which reads the names for its flags.
-gmts.SELECTIONS["norm"] = lambda entropy, omega, norm: norm
+# Controls that only the study needs; before train, which reads the names for its flags.  "norm" and "omega" are each one
+# factor of "exact"; "surprise" is -log p of the sampled token, which run_one puts in the place of the norm.
+gmts.SELECTIONS["norm"] = gmts.SELECTIONS["surprise"] = lambda entropy, omega, norm: norm
 gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
 import train
 
@@ -63,25 +66,34 @@ def plan():
     add("small groups", ARMS, ("math",), range(3), prompts=32, group_size=4)
     for seed in range(3):
         add("dapo", ARMS, ("math",), (seed,), loss="dapo")
-        add("lr", ARMS, ("math",), (seed,), lr=1e-3)
-        add("lr", ARMS, ("math",), (seed,), lr=1e-4)
-        add("keep", ("entropy", "gmts", "exact"), ("math",), (seed,), keep=0.02)
         add("small", ARMS, ("math",), (seed,), size="small")
-        add("small", ("entropy", "gmts", "exact"), ("math",), (seed,), size="small", keep=0.05)
+        add("small", few[1:4], ("math",), (seed,), size="small", keep=0.05)
         add("several updates", ARMS, ("math",), (seed,), epochs=2, inner_batches=2)
         add("random reward", ARMS, ("math",), (seed,))
-    add("small groups", ARMS, ("code", "logic"), range(3), prompts=32, group_size=4)
+        add("bottom", few[1:3], train.DOMAINS, (seed,), bottom=True, keep=0.8)
+        add("scope", few[1:4], ("math",), (seed,), scope="group")
+        for keep in (0.1, 0.02, 0.5):
+            add("keep", few[:4], train.DOMAINS, (seed,), keep=keep)
+        for lr in (1e-4, 1e-3):
+            add("lr", ARMS, ("math",), (seed,), lr=lr)
+        if seed == 0:
+            add("base", ARMS, ("math",), (0,), size="base")
+            add("base", few[1:4], ("math",), (0,), size="base", keep=0.05)
+    # Does a cap on a group's or an answer's share mend what entropy loses?
+    for scope in ("group", "answer"):
+        add("scope", few[1:4], ("math",), range(3), keep=0.05, scope=scope)
+    add("keep", ("omega", "surprise"), train.DOMAINS, range(3), keep=0.05)
+    add("lr", ARMS, ("math",), range(3), lr=6e-4)
     add("keep", few, train.DOMAINS, range(5), keep=0.05)
-    add("bottom", ("entropy", "gmts"), train.DOMAINS, range(3), bottom=True, keep=0.8)
-    add("group scope", ("entropy", "gmts", "exact"), ("math",), range(3), scope="group")
-    add("lr", ARMS, train.DOMAINS, range(3), lr=1e-3)
-    add("lr", ARMS, train.DOMAINS, range(3), lr=1e-4)
-    add("main", ("norm", "omega"), train.DOMAINS, range(5))
-    add("keep", ("omega",), train.DOMAINS, range(5), keep=0.05)
-    for keep in (0.1, 0.5, 0.02):
-        add("keep", ("random", "entropy", "gmts", "exact", "norm", "omega"), train.DOMAINS, range(5), keep=keep)
+    add("small groups", ARMS, ("code", "logic"), range(3), prompts=32, group_size=4)
+    for keep in (0.1, 0.02, 0.5):
+        add("keep", few[:4], train.DOMAINS, range(5), keep=keep)
+    for lr in (1e-4, 1e-3):
+        add("lr", ARMS, train.DOMAINS, range(3), lr=lr)
     add("small", ARMS, ("code", "logic"), range(3), size="small")
-    add("base", ARMS, ("math",), (0,), size="base")
+    add("main", ("norm", "omega"), train.DOMAINS, range(5))
+    for keep in (0.02, 0.1, 0.5):
+        add("keep", ("norm", "omega"), train.DOMAINS, range(5), keep=keep)
     seen = set()
     return [run for run in runs if (name := repr(run)) not in seen and not seen.add(name)]
 
@@ -106,6 +118,36 @@ def random_rewards(seed):
     train.collect = collect_at_random
 
 
+def remember_start():
+    """Patch the evaluation before the first step: the runs that start from the same policy share it, in a file."""
+    evaluate = train.evaluate
+
+    def evaluate_once(run):
+        if run.step:
+            return evaluate(run)
+        start = hashlib.sha256(repr((run.config.domain, run.config.eval_problems, run.config.eval_samples)).encode())
+        for p in run.model.parameters():
+            start.update(p.detach().numpy().tobytes())
+        path = train.WARMUP_FOLDER / f"start-{start.hexdigest()[:16]}.json"
+        if not path.exists():
+            train.write_whole(path, json.dumps(evaluate(run)))
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    train.evaluate = evaluate_once
+
+
+def surprise_for_norm():
+    """Patch what the rollout and the scoring record: -log p of the sampled token where the exact norm would stand."""
+    import rollout
+    stats = rollout.token_stats
+
+    def with_surprise(logits, targets):
+        logprob, entropy, _ = stats(logits, targets)
+        return logprob, entropy, -logprob
+
+    rollout.token_stats = with_surprise
+
+
 def warm_up(flags):
     """Make the warm-up that all runs of one domain, size and seed start from, unless it is there."""
     torch.set_num_threads(1)
@@ -124,6 +166,9 @@ def run_one(part, arm, flags):
         row["seed"] = config.seed[0]
         if part == "random reward":
             random_rewards(config.seed[0])
+        if arm == "surprise":
+            surprise_for_norm()
+        remember_start()
         try:
             train.train(config)
         except FloatingPointError as error:

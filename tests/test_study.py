@@ -1,13 +1,16 @@
 """The study: its plan, its statistics on hand-made numbers, one row of it made twice, and the committed table."""
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import gmts
+import rollout
 import tiny_run
 import train
+from model import GPT, SIZES
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def row(arm, seed, avg, domain="math", **other):
 
 def test_plan_names_every_run_once_with_flags_that_train_accepts(study, monkeypatch):
     keys = [study.key(part, arm, study.flags_of(arm, flags)) for part, arm, flags in study.plan()]
-    assert len(set(keys)) == len(keys) > 600
+    assert len(set(keys)) == len(keys) > 700
     for part, arm, flags in study.plan():
         if arm in train.SELECTIONS:
             train.Config(**study.flags_of(arm, flags))
@@ -64,19 +67,50 @@ def test_a_setting_borrows_the_runs_on_all_tokens_of_the_main_part(study):
 
 @pytest.mark.parametrize("part", ["main", "random reward"])
 def test_a_row_made_twice_has_the_same_numbers(study, part, tmp_path, monkeypatch):
+    """The first time with the evaluation before its first step, the second time with that one's remembered."""
     tiny_run.shrink(monkeypatch.setattr, monkeypatch.setitem)
     monkeypatch.chdir(tmp_path)
-    for name in ("say", "collect"):                                 # which a run of the study replaces
+    for name in ("say", "collect", "evaluate"):                     # which a run of the study replaces
         monkeypatch.setattr(train, name, getattr(train, name))
     flags = {**study.COMMON, "select": ("gmts",), "domain": "math", "seed": (1,), "steps": 12, "prompts": 4,
              "group_size": 4, "eval_problems": 6, "max_new_tokens": 12}
-    collect, rows = train.collect, []
+    collect, evaluate, evaluated, rows = train.collect, train.evaluate, [], []
     for _ in range(2):
-        train.collect = collect
+        train.collect, train.evaluate = collect, lambda run: (evaluated.append(run.step), evaluate(run))[1]
         rows.append(study.run_one(part, "gmts", flags))
+    assert evaluated == [0, 12, 12]
     assert set(rows[0]) == set(study.FIELDS) - {"commit"}
     assert {n: v for n, v in rows[0].items() if n != "minutes"} == {n: v for n, v in rows[1].items() if n != "minutes"}
     assert math.isfinite(float(rows[0]["final_avg"])) and float(rows[0]["grad_norm_max"]) > 0
+
+
+def test_another_start_or_another_evaluation_is_not_mistaken_for_a_remembered_one(study, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "evaluate", lambda run: {"count": len(counted.append(1) or counted)})
+    counted, model = [], torch.nn.Linear(2, 2)
+    study.remember_start()
+
+    def count(step=0, **flags):
+        return train.evaluate(SimpleNamespace(step=step, model=model, config=train.Config(**flags)))["count"]
+
+    train.WARMUP_FOLDER.mkdir(parents=True)
+    assert [count(), count(), count(eval_samples=4), count(domain="code"), count(step=1)] == [1, 1, 2, 3, 4]
+    torch.nn.init.zeros_(model.weight)
+    assert [count(), count()] == [5, 5]
+
+
+def test_surprise_stands_in_the_place_of_the_norm_in_the_rollout_and_in_the_scoring(study, monkeypatch):
+    monkeypatch.setattr(rollout, "token_stats", rollout.token_stats)
+    study.surprise_for_norm()
+    logits, ids = torch.randn(5, 7), torch.arange(5)
+    logprob, entropy, surprise = rollout.token_stats(logits, ids)
+    assert torch.allclose(surprise, -logits.log_softmax(-1)[ids, ids]) and torch.equal(surprise, -logprob)
+    torch.manual_seed(0)
+    model = GPT(SIZES["tiny"])
+    batch = rollout.generate(model, [[1, 2], [3]], 2, 6, (256,))
+    assert torch.equal(batch.logit_grad_norm, -batch.logprobs)
+    logprobs, _, surprise = rollout.score(model, batch)
+    assert torch.equal(surprise, -logprobs) and float(surprise.max()) > 1
 
 
 def test_random_rewards_are_a_coin_and_spare_the_evaluation(study, monkeypatch):
