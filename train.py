@@ -86,7 +86,7 @@ class Config:
     seed: tuple = option((0,), "random seed; several compare", 0, math.inf)
     device: str = option("auto", "where to compute", *dict.fromkeys(("auto", "cpu", ACCELERATOR)))
     dtype: str = option("auto", "of matrix products; weights stay float32", "auto", "float32", "bfloat16")
-    compile: bool = option(False, "run the training forward through torch.compile")
+    compile: bool = option(False, "run decoding and training through torch.compile")
     out: str = option("", "the run's folder; empty takes a free name under out/")
     resume: bool = option(False, "go on with the run in --out, or with the newest one")
     model: str = option("", "Hugging Face model folder to start from, instead of a warm-up")
@@ -170,7 +170,7 @@ class Run:
         """Sample answers and verify them: Rollout of B rows, B texts, rewards (P, G)."""
         c, prompts = self.config, [self.encode(p.question) for p in problems]
         n = max(1, budgets(self.model, max(map(len, prompts)) + c.max_new_tokens)[0] // samples)    # prompts at once
-        how = samples, c.max_new_tokens, self.model.config.eos_token_ids, temperature, c.top_p, generator
+        how = samples, c.max_new_tokens, self.model.config.eos_token_ids, temperature, c.top_p, generator, self.forward
         with self.autocast:
             rollout = Rollout.join([generate(self.model, prompts[i:i + n], *how) for i in range(0, len(prompts), n)])
         texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
