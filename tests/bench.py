@@ -5,6 +5,8 @@ the best of a few interleaved tries, as other programs can only slow a try down.
 --compile, of which the CPU, with a C++ compiler, shows the rollout.  An update's memory is measured in a process of its
 own, `python tests/bench.py memory SELECT DTYPE`.
 """
+import contextlib
+import io
 import json
 import os
 import resource
@@ -13,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
@@ -227,14 +231,39 @@ def selection_seconds(n):
     return best(5, lambda: select_tokens(token_scores("gmts", entropy, A * mask), mask))[0]
 
 
-def step_phases(steps=4):
-    """Seconds of rollout, scoring with selection, and update in a default step; the reward is a coin."""
+def steps(config, count, **flags):
+    """Seconds of rollout, scoring with selection, and update in each of `count` steps; the reward is a coin."""
     train.reward, train.watch = lambda text, gold: float(len(text) % 2), lambda run, row: None
-    run = train.Run(train.Config(device=DEVICE), GPT(SIZES["tiny"]).to(DEVICE), byte_tokenizer(),
+    run = train.Run(train.Config(device=DEVICE, **flags), GPT(config).to(DEVICE), byte_tokenizer(),
                     train.TEMPLATES["bytes"])
     run.problems = make_problems("math", 3, 500, 0)
-    rows = [train.reinforce(run) for _ in range(steps + 1)][1:]
-    return min(([row["rollout_s"], row["score_s"], row["update_s"]] for row in rows), key=sum)
+    rows = [train.reinforce(run) for _ in range(count + 1)][1:]
+    return [[row[f"{phase}_s"] for phase in ("rollout", "score", "update")] for row in rows]
+
+
+def trl_step(config, prompts, group_size, new, count):
+    """Median seconds of a step of TRL's GRPOTrainer with its own entropy mask, from a folder that our model wrote and
+    with a coin for a reward; 0 without TRL."""
+    if not all(map(find_spec, ("trl", "datasets", "transformers", "safetensors"))):
+        return 0.0
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets
+    import transformers
+    import trl
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):    # it prints its metrics
+        GPT(config).save_pretrained(folder)
+        arguments = trl.GRPOConfig(
+            folder, max_steps=count, per_device_train_batch_size=prompts * group_size, num_generations=group_size,
+            max_completion_length=new, top_entropy_quantile=0.2, epsilon_high=0.28, beta=0.0, learning_rate=3e-4,
+            bf16=False, gradient_checkpointing=False, use_cpu=DEVICE == "cpu", report_to="none", save_strategy="no",
+            logging_steps=1, disable_tqdm=True)
+        trainer = trl.GRPOTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(folder), args=arguments,
+            reward_funcs=lambda completions, **columns: [float(len(text) % 2) for text in completions],
+            train_dataset=datasets.Dataset.from_list([{"prompt": p.question} for p in make_problems("math", 3, 99, 0)]),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder))
+        trainer.train()
+    return median(log["step_time"] for log in trainer.state.log_history if "step_time" in log)
 
 
 def norm_seconds():
@@ -289,10 +318,10 @@ def main():
     for dtype, compile in [("float32", False)] + [("bfloat16", False), ("bfloat16", True)] * gpu:
         for dead in (0, 0.5):
             what = f"vocabulary 49,152, {dtype}{', --compile' * compile}, {dead:.0%} dead groups"
-            steps = [large(select, dead, dtype=dtype, compile=compile) for select in ("gmts", "all")]
-            seconds = best(2, *steps)
+            both = [large(select, dead, dtype=dtype, compile=compile) for select in ("gmts", "all")]
+            seconds = best(2, *both)
             line(f"update, {what}", *seconds, "s, 20% and all", 2, seconds[0] / seconds[1])
-            line("    its matrix products", *(step.flops / s / 1e9 for step, s in zip(steps, seconds)), "GFLOP/s")
+            line("    its matrix products", *(step.flops / s / 1e9 for step, s in zip(both, seconds)), "GFLOP/s")
             if dtype == "float32":
                 ratios[dead] = seconds[0] / seconds[1]
         if not compile and (found := update_memory(dtype)):
@@ -307,7 +336,11 @@ def main():
         line(f"score and select, {n:,} tokens", seconds * 1e3, unit="ms", digits=2)
     norms = norm_seconds()
     line("exact gradient norms, tiny, 16 answers: a loop over positions", *norms, "s", 2, norms[1] / norms[0])
-    phases = step_phases()
+    config = replace(PEERS, vocab_size=259, embedding_rows=264, eos_token_ids=(256,))
+    whole = median(map(sum, steps(config, 20, prompts=4, group_size=8, max_new_tokens=64)))
+    trl_whole = trl_step(config, 4, 8, 64, 20)
+    line("a whole step, 4 x 8 answers, up to 64 tokens: TRL's", whole, trl_whole, "s", 2, trl_whole / whole)
+    phases = min(steps(SIZES["tiny"], 4), key=sum)
     for what, seconds in zip(("sample and verify", "score and select", "update"), phases):
         line(f"a default step, tiny, 16 x 8 answers: {what}", seconds * 1e3, unit="ms", digits=1)
 
@@ -322,7 +355,8 @@ def main():
         "update_memory_ratio": memories and round(memories[0], 3),
         "update_own_memory_ratio": memories and round(memories[1], 3),
         "update_byte_time_ratio": round(byte[0] / byte[1], 3),
-        "norms_vs_loop": round(norms[1] / norms[0], 2), "select_1m_s": round(selection[10 ** 6], 4),
+        "step_vs_trl": round(trl_whole / whole, 2) or None, "norms_vs_loop": round(norms[1] / norms[0], 2),
+        "select_1m_s": round(selection[10 ** 6], 4),
         "score_select_share": round(phases[1] / sum(phases), 4)}))
 
 
