@@ -84,8 +84,8 @@ class KVCache:
     def mask(self, new):
         """The additive mask (B, 1, new, S) of `new` queries that are about to be written."""
         bias = self.bias[..., :self.length + new]                                                   # (B, 1, 1, S)
-        later = torch.ones(new, self.length + new, dtype=torch.bool, device=bias.device).triu(self.length + 1)  # (T, S)
-        return bias if new == 1 else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)       # (B, 1, T, S)
+        later = None if new == 1 else bias.new_ones(new, bias.shape[3], dtype=torch.bool).triu(self.length + 1)  # (T, S)
+        return bias if later is None else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)  # (B, 1, T, S)
 
 
 def rotate(x, cos, sin):
@@ -121,7 +121,7 @@ class Block(nn.Module):
         if folded := cache is not None and T == 1:      # heads that share a key stand where a sequence's queries would:
             q = q.reshape(B, self.kv_heads, -1, self.head_dim)          # (B, K, H/K, E), faster than repeated keys
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                               enable_gqa=q.shape[1] != k.shape[1])                 # as q
+                                               enable_gqa=not folded and self.heads != self.kv_heads)        # as q
         return self.out((mixed if folded else mixed.transpose(1, 2)).reshape(B, T, -1))             # (B, T, D)
 
     def forward(self, x, cos, sin, cache=None, mask=None):
