@@ -84,8 +84,8 @@ class KVCache:
     def mask(self, new):
         """The additive mask (B, 1, new, S) of `new` queries that are about to be written."""
         bias = self.bias[..., :self.length + new]                                                   # (B, 1, 1, S)
-        later = None if new == 1 else bias.new_ones(new, bias.shape[3], dtype=torch.bool).triu(self.length + 1)  # (T, S)
-        return bias if later is None else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)  # (B, 1, T, S)
+        later = new > 1 and bias.new_ones(new, bias.shape[3], dtype=torch.bool).triu(self.length + 1)           # (T, S)
+        return bias if new == 1 else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)       # (B, 1, T, S)
 
 
 def rotate(x, cos, sin):
