@@ -1,8 +1,7 @@
 """Train a GPT on a verifier's reward alone: sample, verify, weigh, score, select, update.
 
-`python train.py` warms a small GPT up on worked examples, then it finds out by reinforcement that working a problem out
-pays: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) or DAPO (2503.14476) on the 20% of tokens that GMTS (2608.30632)
-selects.  Several names after --select, or several seeds, compare.  `reinforce` is the method, the rest gets it going.
+`warm_up` shows a small GPT worked examples.  `reinforce` is the method: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783)
+or DAPO (2503.14476) on the 20% of tokens that GMTS (2608.30632) selects.  The rest gets them going and compares.
 
 Shapes: P prompts, G answers per prompt, B = P * G answers, T padded length, N tokens trained on, V vocabulary.
 """
@@ -510,8 +509,9 @@ def main(arguments=None):
     except KeyboardInterrupt as error:
         print(f"train.py: interrupted{error}; python train.py --resume --out {config.out} goes on", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError,
+            torch._dynamo.exc.BackendCompilerFailed) as error:      # --compile without a C++ compiler: its text is long
+        print("train.py:", " ".join(str(error).split("\n")[:2]).strip(), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
 
