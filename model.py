@@ -141,7 +141,7 @@ class GPT(nn.Module):
         self.lm_head = None if c.tie_word_embeddings else nn.Linear(c.hidden_size, c.embedding_rows, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                # GPT-2's init: layers that add to the residual start smaller, so its variance does not grow with depth.
+                # As in GPT-2, layers that add to the residual start smaller, so its variance does not grow with depth.
                 depth = (2 * c.num_hidden_layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(p, std=0.02 if name.startswith(("embed", "lm_head")) else p.shape[1] ** -0.5 * depth)
         turn = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2) / c.head_dim)                    # (E/2,)
@@ -226,9 +226,9 @@ def load_pretrained(folder, device="cpu", dtype=torch.float32):
     folder = Path(folder)
     shards, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not shards[0].exists():
-        shards = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        shards = sorted({folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
     for path in (folder / "config.json", folder / "tokenizer.json", *shards):
-        _require(path.exists(), f"{path} is missing")
+        _require(path.exists() and path.stat().st_size > 200, f"{path} is missing, or not yet fetched by git-lfs")
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()}
     tokenizer = read_tokenizer(texts["tokenizer.json"])

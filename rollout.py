@@ -60,7 +60,7 @@ class Rollout:
         live, n, total = self.answer_mask, max(1, int(kept.sum())), max(1, int(self.answer_mask.sum()))
         by_entropy = select_tokens(entropy, live, c.keep, c.scope, c.group_size)            # (B, T)
         clipped = learning_coefficient(logprobs, self.logprobs, advantages, c.clip_low, c.clip_high) == 0   # (B, T)
-        log_ref = (ref_logprobs - logprobs)[live]                                           # (N,)
+        log_ref = (ref_logprobs - logprobs)[live].clamp(-20, 20)                            # (N,)
         return {"entropy_kept": entropy[kept].sum().item() / n, "kept_share": n / total if kept.any() else 0.0,
                 "overlap_entropy": int((kept & by_entropy).sum()) / n, "kept_right": int(kept[right].sum()) / n,
                 "clip_share": int((clipped & live & (advantages != 0)[:, None]).sum()) / total,

@@ -54,6 +54,7 @@ def option(default, text, *allowed):
     """A field of Config: its default, its help text, and what it allows: names, or the least and greatest number."""
     number = len(allowed) and type(allowed[0])
     words = f"{number.__name__} from {allowed[0]} to {allowed[1]}" if number not in (0, str) else ", ".join(allowed)
+    text += f" ({words}; default {default[0] if type(default) is tuple else default})" * bool(words)
     return field(default=default, metadata={"help": text, "allowed": words, "check": lambda value: (
         value in (allowed or [value]) if number in (0, str) else allowed[0] <= value <= allowed[1])})
 
@@ -239,7 +240,7 @@ def prepare(config):
     if not run.problems or not run.eval_problems:
         raise ValueError(f"--max_new_tokens {c.max_new_tokens}: leaves {room} tokens for a prompt, which is too few")
     if left_out := len(problems + held_out) - len(run.problems + run.eval_problems):
-        say(f"{left_out} problems have more than {room} tokens and are left out")
+        say(f"{left_out} problems do not fit the context of {room + c.max_new_tokens} tokens and are left out")
     return run
 
 
@@ -251,7 +252,7 @@ def warm_up(run):
                                             for p in make_problems(c.domain, level, n, c.seed[0])]
     eos, encode = [model.config.eos_token_ids[0]], run.tokenizer.encode_ordinary
     rows = [(run.encode(p.question), encode(p.solution) + eos, encode(f"#### {p.answer}") + eos) for p in problems]
-    recipe = hashlib.sha256(repr((model.config, task, rows)).encode()).hexdigest()[:8]     # another one, other weights
+    recipe = hashlib.sha256(repr((model.config, task, rows, c.dtype)).encode()).hexdigest()[:8]   # other: other weights
     path = WARMUP_FOLDER / f"{Path(c.data).stem or c.domain}-{c.size}-{c.seed[0]}-{recipe}.pt"
     if path.exists():
         return model.load_state_dict(read_checkpoint(path)["model"])
@@ -446,9 +447,9 @@ def claim(config):
 
 
 def summarize(config, rows):
-    """The line of summary.csv for a run; `area` is the mean greedy accuracy over its steps."""
-    steps, greedy = zip(*((row["step"], row["eval_greedy"]) for row in rows if "eval_greedy" in row))
-    area = sum((b - a) * (x + y) / 2 for a, b, x, y in zip(steps, steps[1:], greedy, greedy[1:])) / steps[-1]
+    """The line of summary.csv for a run's evaluated rows; `area` is the mean greedy accuracy over its steps."""
+    steps, greedy = zip(*((row["step"], row["eval_greedy"]) for row in rows))
+    area = sum((b - a) * (x + y) / 2 for a, b, x, y in zip(steps, steps[1:], greedy, greedy[1:])) / max(1, steps[-1])
     return {"selection": config.select[0], "seed": config.seed[0], "start": greedy[0], "best": max(greedy),
             "area": area, **{name[5:]: rows[-1][name] for name in columns(config)[-3:]}}
 
@@ -461,7 +462,7 @@ def compare(config):
         claim(config)
     for name, seed in [(name, seed) for name in config.select for seed in config.seed]:
         single = replace(config, select=(name,), seed=(seed,), out=f"{config.out}/{name}-{seed}") if several else config
-        curves[name].append(train(single))
+        curves[name].append([row for row in train(single) if "eval_greedy" in row])
         lines.append(summarize(single, curves[name][-1]))
     write_table(Path(config.out) / "summary.csv", [*lines[0]], lines)
     say("\nheld-out problems " + "".join(f"{name[5:]:>17}" for name in columns(config)[-3:]))
@@ -485,8 +486,7 @@ def parse(arguments):
     parser.error = refuse
     for f in fields(Config):
         how = {"action": "store_true"} if f.type is bool else {"nargs": "+" if f.type is tuple else None}
-        text = f.metadata["help"] + f" ({f.metadata['allowed']}; default {f.default})" * bool(f.metadata["allowed"])
-        parser.add_argument(f"--{f.name}", help=text.replace("%", "%%"), **how)
+        parser.add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%"), **how)
     given = vars(parser.parse_args(arguments))
     if given.get("resume"):
         newest = max(Path("out").glob("*/config.json"), key=os.path.getmtime, default=Path("out/config.json"))

@@ -137,7 +137,8 @@ def make_problems(domain, level, n, seed, held_out=False):
     while len(problems) < n:
         if len(seen) == total:
             side = "held-out" if held_out else "training"
-            raise ValueError(f"{domain} level {level} has {len(problems)} {side} problems, {n} were asked for")
+            hint = " (--eval_problems)" if held_out else ""
+            raise ValueError(f"{domain} level {level} has {len(problems)} {side} problems, {n} were asked for{hint}")
         shape, count = rng.choice(shapes)
         number = rng.randrange(count)
         problem = None if (shape, number) in seen else generate(shape, number, rng)
@@ -187,6 +188,7 @@ _DRESS = [(re.compile(pattern), plain) for pattern, plain in (
     (r"(?<=[0-9])(?:(?:\\!)?,?\\[,!]|\{,\})(?=[0-9]{3})", ","),  # 1\,000 and 1{,}000 are 1,000
     (r"\^\{?\\circ\}?|\\(?:(?:text|math)(?:bf|it|rm)?|mbox|boxed|left|right|q?quad)(?![A-Za-z])|\\[][(),;:! ]|~", " "),
     (r"\\(?=[%$])|[{}]", ""),
+    (r"(?<=[0-9])M(?![A-Za-z])", " million"),  # a lower-case m is metres or minutes
     (r"\*\*|[$\u20ac\u00a3\u00a5`\"]", " "),  # a space, so that nothing is joined across them
 )]
 _PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"  # 1,250.5 or 29. or .5
@@ -195,8 +197,9 @@ _NUMBER = re.compile(rf"([+-]?)\s*(?:([0-9]+)\s+(?=[0-9]+\s*/))?({_PLAIN})(?:\s*
 _JOINED_UNITS = set("c f cm mm m km kg g mg l ml ft in lb lbs oz s h hr min mph".split())  # 5kg, but 5k is 5,000
 # Words that make a number another one, or an answer one of several; so does any lone letter that is no unit
 _HEDGES = set("""or and to not nor no yes true false but vs either neither between maybe minus plus times over than half
-    pi squared dozen hundred thousand million billion trillion zero one two three four five six seven eight nine ten
-    eleven twelve am pm b d e i j k n o p q r t u v w x y z""".split())
+    pi squared cubed factorial negative bn mil dozen hundred thousand million billion trillion zero one two three four
+    five six seven eight nine ten eleven twelve dozens hundreds thousands millions billions trillions halves thirds
+    fifths tenths twelfths hundredths am pm b d e i j k n o p q r t u v w x y z""".split())  # quarters may be coins
 _CHOICE = re.compile(r"\(?([a-e]|yes|no|true|false)(?:[).,:]+(.*))?", re.DOTALL)  # B or (B) or B. or B) Cy
 
 
@@ -236,8 +239,8 @@ def _read(text):
 
 
 def answers_match(answer, gold):
-    """Whether two answers say the same: equal numbers (exactly), choices or tuples, or else texts. Never raises. Units,
-    percent signs (10% is 10), case, spaces and LaTeX dress are read over. Candidates ("5 or 6") match neither;
+    """Whether two answers say the same: equal numbers (exactly), choices or tuples, or else texts. Texts never raise.
+    Units, percent signs (10% is 10), case, spaces and LaTeX dress are read over. Candidates ("5 or 6") match neither;
     what cannot be read ("", "1/0", 5,000 digits) matches nothing, not even itself."""
     value = _read(answer)
     return value is not None and value == _read(gold)
@@ -245,7 +248,7 @@ def answers_match(answer, gold):
 
 def reward(text, gold):
     """1.0 if the last marked answer of a sampled text (never pass its prompt) matches the gold answer, else 0.0.
-    Right or wrong, nothing for form: the R of the GMTS paper, and the one function a fork replaces. Never raises."""
+    Right or wrong, nothing for form: the R of the GMTS paper, the one function a fork replaces. Texts never raise."""
     answer = extract_answer(text)
     return 1.0 if answer is not None and answers_match(answer, gold) else 0.0
 
@@ -275,7 +278,7 @@ def _problem_from(record):
         raise ValueError("not a JSON object")
     texts = []
     for name, other in (("question", "problem"), ("solution", "answer"), ("answer", "solution")):
-        text = record.get(name, record.get(other))
+        text = record.get(other) if record.get(name) is None else record[name]
         text = str(text) if type(text) in (int, float) else text
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'no text under "{name}" or "{other}"')

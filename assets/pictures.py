@@ -174,13 +174,13 @@ body > input:focus-visible ~ header { outline: 2px solid var(--ets) }
 <body><input type="radio" name="shade" id="entropy"><input type="radio" name="shade" id="gmts" checked>
 <input type="radio" name="shade" id="norm">
 <header>Shade tokens by: <label for="entropy">entropy E</label><label for="gmts">GMTS score |E&omega;|</label>
-<label for="norm">exact gradient norm</label><br>Trained on by <b class="ets">entropy alone</b>
+<label for="norm">exact gradient norm</label><br>Kept by <b class="ets">entropy alone</b>
 <b class="gmts">GMTS alone</b> <b class="both">both</b> <small>Point at a token for its numbers.</small></header><main>
 """
 
 
 def tokens_page(groups):
-    """One self-contained HTML page: every token shaded by what it is worth, and underlined by who trains on it.
+    """One self-contained HTML page: every token shaded by what it is worth, and underlined by who keeps it.
 
     groups: list of (question, answers); an answer is (reward, advantage, tokens); a token is (text, entropy, gmts
     score, exact norm, kept by entropy, kept by GMTS).  A shade is the root of the value's share of the largest one on
@@ -238,9 +238,8 @@ def draw_run(folder):
     else:
         train.say("no curves.png: pip install matplotlib")
     if (folder / "checkpoint.pt").exists():
-        run = train.load_run(folder)
-        if sum(p.numel() for p in run.model.parameters()) < 1e7:
-            tokens(folder / "tokens.html", run)
+        if (folder / "checkpoint.pt").stat().st_size < 1.2e8:               # 10 million weights with AdamW's state
+            tokens(folder / "tokens.html", train.load_run(folder))
         else:           # the exact norms need a copy of the text before it for every token
             train.say("no tokens.html of so large a model, as it takes long: "
                       f"python assets/pictures.py {folder} --out {folder}")

@@ -1,6 +1,6 @@
 """The study: does choosing tokens by gradient magnitude help, and when?  Every run is one row of assets/study.csv.
 
-    python assets/study.py run [PART ...] [--jobs 2]   runs what the CSV does not hold yet; stop it, go on with it
+    python assets/study.py run [PART ...] [--jobs 2] [--minutes 60]   runs what the CSV lacks; stop it, go on with it
     python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
     python assets/study.py why [FLAGS OF train.py]     what each score keeps of the policy that the runs start from
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
@@ -209,7 +209,9 @@ def commit():
 
 def run(parts, jobs, minutes):
     """Run what is missing, `jobs` at a time, starting none after `minutes`; a row is written as soon as it is there."""
-    done = {(r["part"], r["arm"], r["flags"]) for r in read_table()}
+    done, known = {(r["part"], r["arm"], r["flags"]) for r in read_table()}, {part for part, _, _ in plan()}
+    if unknown := {*parts} - known:
+        sys.exit(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
     todo = [(p, a, flags_of(a, f)) for p, a, f in plan() if not parts or p in parts]
     todo = [t for t in todo if key(*t) not in done]
     print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
@@ -274,8 +276,8 @@ def interval(values, resamples=4000):
 
 
 def settings(table):
-    """{(part, size, loss, lr, keep, scope): {arm: {(domain, seed): row}}}; a setting that does not train on all tokens
-    of its own, as nothing of it changes there, borrows those runs from the main part."""
+    """{(part, size, loss, lr, keep, scope): {arm: {(domain, seed): row}}}.  What is kept and within what changes nothing
+    for all tokens, so the parts that vary only this borrow those runs from the main part."""
     found = {}
     for row in table:
         part = "main" if row["part"] == "keep" and row["keep"] == "0.2" else row["part"]
@@ -283,8 +285,9 @@ def settings(table):
         name = part, row["size"], row["loss"], row["lr"], keep, row["scope"]
         found.setdefault(name, {}).setdefault(row["arm"], {})[row["domain"], int(row["seed"])] = row
     everything = {name[:4] + name[5:]: found.pop(name)["all"] for name in [*found] if not name[4]}
-    main = next((runs for name, runs in everything.items() if name[0] == "main"), {})
-    return {name: {"all": everything.get(name[:4] + name[5:], main), **arms} for name, arms in found.items()}
+    main = {part: runs for name, runs in everything.items() if name[0] == "main" for part in ("keep", "scope", "bottom")}
+    return {name: {"all": everything.get(name[:4] + name[5:], main.get(name[0], {})), **arms}
+            for name, arms in found.items()}
 
 
 def gaps(arm, other, domain=None):
@@ -466,7 +469,7 @@ def main():
     elif arguments.what == "why":
         why(flags)
     else:
-        sys.exit(again(int("".join(arguments.names) or 0)))
+        sys.exit(again(int(arguments.names[0]) if len(arguments.names) == 1 and arguments.names[0].isdecimal() else 0))
 
 
 if __name__ == "__main__":

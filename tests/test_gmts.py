@@ -436,8 +436,8 @@ def test_parameter_grad_norms_against_one_backward_each(kind, temperature):
     torch.testing.assert_close(weighted, expected * omega.abs(), rtol=1e-4, atol=1e-6)
 
 
-def test_parameter_grad_norms_of_the_output_layer_closed_form():
-    """With every other gradient cut off, what is left is || onehot - p || times || hidden ||."""
+def test_the_logit_grad_norm_times_the_hidden_norm_is_the_output_layer_s_share():
+    """Of the gradient over all parameters: || onehot - p || times || hidden ||."""
     model, tokens, chosen = batch_of("untied")
     with torch.no_grad():
         hidden = model(tokens)[:, :-1]

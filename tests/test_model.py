@@ -583,9 +583,11 @@ def test_a_folder_saved_over_shards_loads_what_was_saved_last(tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_missing_files_are_named(name, tmp_path):
     saved(TINY, tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
-        load_pretrained(tmp_path)
+    pointer = "version 1\noid sha256:" + 64 * "0" + "\nsize 269060552\n"
+    for spoil in (lambda path: path.write_text(pointer), lambda path: path.unlink()):
+        spoil(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is missing, or not yet fetched"):
+            load_pretrained(tmp_path)
 
 
 def test_harmless_tensors_are_skipped(tmp_path):

@@ -60,7 +60,7 @@ def test_a_run_on_files_and_a_folder(tmp_path, math_files, capsys):
     flags = [*tiny_run.FLAGS, "--steps", "2", "--model", folder, "--out", str(tmp_path / "run"), *math_files]
     assert train.main(flags) == 0
     out = capsys.readouterr().out
-    assert "1 problems have more than 388 tokens and are left out" in out and out.count("GB at most: weights") == 1
+    assert "1 problems do not fit the context of 400 tokens and are left out" in out and out.count("GB at most: weights") == 1
     samples = (tmp_path / "run/samples.txt").read_text(encoding="utf-8")
     assert "gold '4" in samples or "gold '5" in samples
     run = train.load_run(tmp_path / "run")

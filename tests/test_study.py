@@ -63,6 +63,9 @@ def test_a_setting_borrows_the_runs_on_all_tokens_of_the_main_part(study):
     found = {name[0]: arms for name, arms in study.settings(table).items()}
     assert study.gaps(found["keep"]["gmts"], found["keep"]["all"]) == pytest.approx([-40.0])
     assert study.gaps(found["dapo"]["gmts"], found["dapo"]["all"]) == pytest.approx([-20.0])
+    table += [row("gmts", 0, 0.4, part="small", size="small"), row("gmts", 0, 0.4, part="lr", lr="0.001")]
+    found = {name[0]: arms for name, arms in study.settings(table).items()}
+    assert found["small"]["all"] == found["lr"]["all"] == {}                # other sizes and rates borrow nothing
 
 
 @pytest.mark.parametrize("part", ["main", "random reward"])

@@ -285,6 +285,10 @@ def test_evaluation_counts_every_problem(tiny, monkeypatch):
     assert list(train.evaluate(run).values()) == [0, 0, 0]
     monkeypatch.setattr(train, "reward", lambda text, gold: 1.0)
     assert train.evaluate(run) == {"eval_greedy": 1, "eval_avg@16": 1, "eval_pass@8": 1}
+    asked = iter(range(9 * 17))             # answers that are cut off or say nothing count like all others
+    monkeypatch.setattr(train, "reward", lambda text, gold: float(next(asked) in (4, 9 + 2 * 16)))
+    values = train.evaluate(run)
+    assert values == pytest.approx({"eval_greedy": 1 / 9, "eval_avg@16": 1 / 144, "eval_pass@8": 0.5 / 9})
 
 
 # ------------------------------------------------------------------------------------------------- warnings and collapse
@@ -310,9 +314,7 @@ def test_each_warning_comes_once(capsys, change, word):
 
 def test_collapse_is_seen_in_a_run(monkeypatch, capsys):
     run = letters_run()
-    with torch.no_grad():                                       # a policy that says one letter for ever
-        run.model.norm.weight.zero_()
-        run.model.embed.weight[3] *= 100
+    # a policy that says one letter for ever
     monkeypatch.setattr(run.model, "logits", lambda hidden: 100.0 * (torch.arange(8) == 3).expand(len(hidden), 8))
     train.reinforce(run)
     said = capsys.readouterr().out
@@ -438,11 +440,32 @@ def test_a_comparison_shares_warm_up_and_order(tiny, tmp_path, capsys, monkeypat
 
 
 def test_the_area_under_a_curve():
-    rows = [{"step": 0, "eval_greedy": 0.2}, {"step": 1}, {"step": 10, "eval_greedy": 0.6},
+    rows = [{"step": 0, "eval_greedy": 0.2}, {"step": 10, "eval_greedy": 0.6},
             {"step": 40, "eval_greedy": 0.5, "eval_avg@8": 0.4, "eval_pass@8": 0.9}]
     assert train.summarize(Config(), rows) == pytest.approx({
         "selection": "gmts", "seed": 0, "start": 0.2, "best": 0.6, "greedy": 0.5, "avg@8": 0.4, "pass@8": 0.9,
         "area": (0.4 * 10 + 0.55 * 30) / 40})
+
+
+@pytest.mark.parametrize("stopped, steps", [(7, 7), (7, 6), (3, 3), (3, 2)])
+def test_a_run_that_is_resumed_with_no_step_left_ends_with_its_last_evaluation(tiny, monkeypatch, capsys, stopped, steps):
+    def interrupted(run):
+        if run.step + 1 == stopped:
+            signal.raise_signal(signal.SIGINT)
+        return reinforce(run)
+    reinforce = train.reinforce
+    monkeypatch.setattr(train, "reinforce", interrupted)
+    assert cli("--eval_every", 5, "--steps", 20, "--out", "run") == 130
+    assert train.main(["--resume", "--out", "run", "--steps", str(steps)]) == 0, capsys.readouterr().err
+    (line,) = csv.DictReader(Path("run/summary.csv").read_text().splitlines())
+    rows = list(csv.DictReader(Path("run/metrics.csv").read_text().splitlines()))
+    assert len(rows) == stopped + 1 and line["greedy"] == rows[5 if stopped == 7 else 0]["eval_greedy"]
+
+
+def test_a_warm_up_in_bfloat16_is_not_taken_for_one_in_float32(tiny):
+    for dtype in ("float32", "bfloat16", "float32"):
+        train.warm_up(train.prepare(tiny(dtype=dtype)))
+    assert len(list(Path("out/warmup").iterdir())) == 2
 
 
 def test_files_of_problems(tiny, tmp_path, capsys):
@@ -451,7 +474,7 @@ def test_files_of_problems(tiny, tmp_path, capsys):
     Path("train.jsonl").write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
     Path("test.jsonl").write_text("\n".join(lines[:5]))
     assert cli("--steps", 1, "--data", "train.jsonl", "--eval_data", "test.jsonl", "--eval_problems", 3) == 0
-    assert "1 problems have more than" in capsys.readouterr().out and Path("out/tiny-train-1/metrics.csv").exists()
+    assert "1 problems do not fit the context" in capsys.readouterr().out and Path("out/tiny-train-1/metrics.csv").exists()
 
 
 def test_pictures_are_optional(tiny, capsys, monkeypatch):
@@ -484,7 +507,7 @@ def test_problems_whose_solutions_are_too_long_for_a_warm_up_are_counted_and_lef
                                            + "\n" for i in range(4)))
     Path("held_out.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     assert cli("--data", "train.jsonl", "--eval_data", "held_out.jsonl", "--max_new_tokens", 20, "--steps", 1) == 0
-    assert "2 problems have more than" in capsys.readouterr().out
+    assert "2 problems do not fit the context" in capsys.readouterr().out
 
 
 def test_pictures(tiny, monkeypatch):
@@ -547,7 +570,7 @@ def test_an_unknown_model_folder_is_one_line(tiny, capsys):
     pytest.importorskip("safetensors")
     Path("folder").mkdir()
     assert cli("--model", "folder") == 2
-    assert capsys.readouterr().err == "train.py: folder/config.json is missing\n"
+    assert capsys.readouterr().err == "train.py: folder/config.json is missing, or not yet fetched by git-lfs\n"
 
 
 @pytest.mark.parametrize("flag, value", [("--lr", "0.5"), ("--keep", "0.3"), ("--domain", "code"), ("--select", "all"), ("--seed", "1")])

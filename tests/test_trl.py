@@ -45,8 +45,9 @@ def trainer(trainer_class, tmp_path):
         processing_class=AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
-def test_it_is_about_thirty_lines():
-    assert len(BLOCK.splitlines()) <= 32 and max(map(len, BLOCK.splitlines())) <= 120
+def test_it_has_as_many_lines_as_the_readme_says():
+    lines = BLOCK.splitlines()
+    assert f"{len(lines)} lines swap the score" in README.read_text(encoding="utf-8") and max(map(len, lines)) <= 120
 
 
 def test_two_steps_keep_what_gmts_keeps(trainer):

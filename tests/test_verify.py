@@ -233,7 +233,7 @@ def test_no_guess_pays_in_a_row_of_people(level):
 def test_one_problem_in_eight_is_held_out_and_the_supply_ends_with_an_error():
     counts = {}
     for held_out in (False, True):
-        supply = r"^math level 1 has (\d+) (training|held-out) problems, 9000 were asked for$"
+        supply = r"^math level 1 has (\d+) (training|held-out) problems, 9000 were asked for(?: \(--eval_problems\))?$"
         with pytest.raises(ValueError, match=supply) as error:
             make_problems("math", 1, 9000, seed=1, held_out=held_out)
         counts[held_out] = int(re.search(r"has (\d+)", str(error.value))[1])
@@ -357,6 +357,8 @@ DIFFERENT = [
     ("1.75", "1 3/5"), ("1 3/4", "1"), ("1 3/4", "3/4"), ("13/4", "1 3/4"), ("4/3", "3/4"),
     (r"\frac{3}{4}", r"\frac{4}{3}"), ("1,23", "123"), ("1,23", "1.23"), ("0,1", "0.1"), ("0,1", "1"), ("0,1", "0"),
     ("0,123", "123"), ("12,34", "1234"), ("1,2345", "12345"), ("1.234.567", "1234567"), ("5k", "5"),
+    ("5 thousands", "5"), ("5 bn", "5"), ("5 mil", "5"), ("5M", "5"), ("5 halves", "5"), ("2 thirds", "2"),
+    ("3 hundredths", "3"), ("5 cubed", "5"), ("5 factorial", "5"), ("5 negative", "5"), ("5 dozens", "5"),
     ("5 thousand", "5"), ("5 million", "5"), ("5 dozen", "5"), ("5 squared", "5"), ("5 and a half", "5"), ("5x", "5"),
     ("5 x", "5"), ("5!!2", "5"), ("5^2", "5"), ("5 + 0", "5"), ("5*1", "5"), (r"5\pi", "5"), ("5 pi", "5"),
     (r"5\sqrt{2}", "5"), ("5i", "5"), ("f(5)", "5"), ("ab=5", "5"), ("0x5", "5"), ("5%%3", "5"), ("5_0", "50"),
