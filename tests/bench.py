@@ -216,7 +216,7 @@ def update_memory(dtype):
         command = [sys.executable, __file__, "memory", select, dtype]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if done.returncode:
-            print("    no peak memory:", *done.stderr.decode().splitlines()[-1:] or [f"ended by signal {-done.returncode}"])
+            print("    no peak memory:", done.returncode, *done.stderr.decode().splitlines()[-1:])
             return None
         sizes.append([size / 2 ** 20 for size in json.loads(done.stdout.splitlines()[-1])])
     (some, own), (everything, own_of_all) = sizes
@@ -338,7 +338,8 @@ def main():
     norms = norm_seconds()
     line("exact gradient norms, tiny, 16 answers: a loop over positions", *norms, "s", 2, norms[1] / norms[0])
     config = replace(PEERS, vocab_size=259, embedding_rows=264, eos_token_ids=(256,))
-    whole = median(map(sum, steps(config, 20, prompts=4, group_size=8, max_new_tokens=64, dtype="float32")))
+    flags = dict(prompts=4, group_size=8, max_new_tokens=64, dtype="float32")
+    whole = median(map(sum, steps(config, 20, **flags)))
     trl_whole = trl_step(config, 4, 8, 64, 20)
     line("a whole step, 4 x 8 answers, up to 64 tokens: TRL's", whole, trl_whole, "s", 2, trl_whole / whole)
     phases = min(steps(SIZES["tiny"], 4), key=sum)
