@@ -134,10 +134,10 @@ def rates(tries, functions):
     return rate
 
 
-def rollout_rates(config, prompts, group_size, new, tries, others=(), dtype=torch.float32):
+def rollout_rates(model, prompts, group_size, new, tries, others=(), dtype=torch.float32):
     """Tokens per second: ours, then those of `others` (uncached, compiled, transformers); 0 for what is not here."""
     torch.manual_seed(0)
-    model, texts = GPT(config).to(DEVICE), ragged_prompts(prompts, 24, config.vocab_size)
+    config, texts = model.config, ragged_prompts(prompts, 24, model.config.vocab_size)
     compiles = DEVICE != "cpu" or any(map(shutil.which, ("g++", "clang++", "cl")))
 
     def ours(forward=None):
@@ -298,21 +298,22 @@ def main():
         ratio = f"{ratio:.2f}" if ratio else ""
         print(f"{what:58}{cells[0]:>12}{cells[1]:>12}  {ratio:>7}  {unit}", flush=True)
 
-    ours, naive, compiled, theirs = rollout_rates(PEERS, 4, 8, 64, 4, ("uncached", "compiled", "transformers"))
+    peers, tiny_model = GPT(PEERS).to(DEVICE), GPT(SIZES["tiny"]).to(DEVICE)
+    ours, naive, compiled, theirs = rollout_rates(peers, 4, 8, 64, 4, ("uncached", "compiled", "transformers"))
     line("rollout, 4 x 8 answers, up to 64 tokens: uncached", ours, naive, "tok/s", ratio=ours / naive)
     line("    transformers' generate", ours, theirs, "tok/s", ratio=theirs and ours / theirs)
     line("    with --compile: transformers' generate", compiled, theirs, "tok/s", ratio=theirs and compiled / theirs)
-    many, many_compiled, their_many = rollout_rates(PEERS, 16, 8, 200, 2, ("compiled", "transformers"))
+    many, many_compiled, their_many = rollout_rates(peers, 16, 8, 200, 2, ("compiled", "transformers"))
     line("rollout, 16 x 8 answers, up to 200 tokens: transformers", many, their_many, "tok/s",
          ratio=their_many and many / their_many)
     line("    with --compile", many_compiled, their_many, "tok/s", ratio=their_many and many_compiled / their_many)
-    tiny, = rollout_rates(SIZES["tiny"], 16, 8, 96, 3)
+    tiny, = rollout_rates(tiny_model, 16, 8, 96, 3)
     flops = matrix_flops(SIZES["tiny"], 1, 1)
     line("rollout, tiny, 16 x 8 answers, up to 96 tokens", tiny, unit="tok/s")
     line("    its matrix products, of the large one's FLOP/s", tiny * flops / 1e9, peak / 1e9, "GFLOP/s",
          ratio=tiny * flops / peak)
     if gpu:
-        low = rollout_rates(SIZES["tiny"], 16, 8, 96, 3, ("compiled",), torch.bfloat16)
+        low = rollout_rates(tiny_model, 16, 8, 96, 3, ("compiled",), torch.bfloat16)
         line("rollout, the same in bfloat16, and with --compile", *low, "tok/s")
 
     ratios, memories = {}, None
@@ -340,7 +341,7 @@ def main():
     config = replace(PEERS, vocab_size=259, embedding_rows=264, eos_token_ids=(256,))
     flags = dict(prompts=4, group_size=8, max_new_tokens=64, dtype="float32")
     whole = median(map(sum, steps(config, 20, **flags)))
-    trl_whole = trl_step(config, 4, 8, 64, 20)
+    trl_whole = trl_step(config, 4, 8, 64, 10)
     line("a whole step, 4 x 8 answers, up to 64 tokens: TRL's", whole, trl_whole, "s", 2, trl_whole / whole)
     phases = min(steps(SIZES["tiny"], 4), key=sum)
     for what, seconds in zip(("sample and verify", "score and select", "update"), phases):
