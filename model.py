@@ -52,8 +52,9 @@ class KVCache:
     LEFT, so that every row writes the same column and attention reads one slice.  `padding` (B,) counts the padding
     columns of each row; they are masked, and positions start after them."""
     def __init__(self, config, padding, columns, dtype=torch.float32):
-        shape = (2, config.num_hidden_layers, len(padding), config.num_key_value_heads, columns, config.head_dim)
-        self.kv = torch.empty(shape, dtype=dtype, device=padding.device)    # keys and values (layers, B, K, columns, E)
+        shape = (len(padding), config.num_key_value_heads, columns, config.head_dim)
+        # Keys, then values, of each layer: a tensor each, as compiled code copies all of one that holds several.
+        self.kv = [torch.empty(shape, dtype=dtype, device=padding.device) for _ in range(2 * config.num_hidden_layers)]
         self.padding, self.length, self.config = padding, 0, config
         # Finite, not -inf: a query that sees nothing but padding gets finite garbage that nobody reads, not NaN.
         hidden = torch.arange(columns, device=padding.device) < padding[:, None]                    # (B, columns)
@@ -61,27 +62,29 @@ class KVCache:
 
     def take_rows(self, rows, columns):
         """A new cache with the given rows of this one, in that order: repeats a prompt."""
-        taken = KVCache(self.config, self.padding[rows], columns, self.kv.dtype)
+        taken = KVCache(self.config, self.padding[rows], columns, self.kv[0].dtype)
         taken.length = self.length
-        taken.kv[..., :self.length, :] = self.kv[:, :, rows, :, :self.length]
+        for old, new in zip(self.kv, taken.kv):
+            new[:, :, :self.length] = old[rows, :, :self.length]
         return taken
 
     def keep_rows(self, rows):
         """Keep the given rows alone, in place and in that order; only a row that changes its place is copied."""
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        self.kv[:, :, moved, :, :self.length] = self.kv[:, :, rows[moved], :, :self.length]
-        self.kv, self.padding, self.bias = self.kv[:, :, :len(rows)], self.padding[rows], self.bias[rows]
+        for filled in self.kv:
+            filled[moved, :, :self.length] = filled[rows[moved], :, :self.length]
+        self.kv, self.padding, self.bias = [x[:len(rows)] for x in self.kv], self.padding[rows], self.bias[rows]
 
     def write(self, layer, k, v):
         """Append k, v (B, K, T, E) of one layer; returns all filled keys and values (B, K, S, E)."""
-        keys, values = self.kv[:, layer, :, :, :self.length + k.shape[2]]                           # (B, K, S, E) each
-        keys[:, :, self.length:], values[:, :, self.length:] = k, v
-        return keys, values
+        (keys, values), start, end = self.kv[2 * layer:2 * layer + 2], self.length, self.length + k.shape[2]
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        return keys[:, :, :end], values[:, :, :end]                                                 # (B, K, S, E) each
 
     def mask(self, new):
         """The additive mask (B, 1, new, S) of `new` queries that are about to be written."""
         bias = self.bias[..., :self.length + new]                                                   # (B, 1, 1, S)
-        later = torch.ones(new, self.length + new, dtype=torch.bool, device=bias.device).triu(self.length + 1)  # (T, S)
+        later = new > 1 and bias.new_ones(new, bias.shape[3], dtype=torch.bool).triu(self.length + 1)           # (T, S)
         return bias if new == 1 else bias.masked_fill(later, torch.finfo(bias.dtype).min / 2)       # (B, 1, T, S)
 
 
@@ -118,7 +121,7 @@ class Block(nn.Module):
         if folded := cache is not None and T == 1:      # heads that share a key stand where a sequence's queries would:
             q = q.reshape(B, self.kv_heads, -1, self.head_dim)          # (B, K, H/K, E), faster than repeated keys
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                               enable_gqa=q.shape[1] != k.shape[1])                 # as q
+                                               enable_gqa=not folded and self.heads != self.kv_heads)        # as q
         return self.out((mixed if folded else mixed.transpose(1, 2)).reshape(B, T, -1))             # (B, T, D)
 
     def forward(self, x, cos, sin, cache=None, mask=None):
@@ -131,8 +134,7 @@ class GPT(nn.Module):
     """`model(tokens)` gives hidden states; `model.logits(hidden)`, often the dearer half, scores for selected ones."""
     def __init__(self, config):
         super().__init__()
-        self.config = c = config
-        self.files = BYTE_FILES                         # texts that `save_pretrained` puts beside the weights
+        c, self.config, self.files = config, config, BYTE_FILES     # files: texts that `save_pretrained` writes, too
         self.embed = nn.Embedding(c.embedding_rows, c.hidden_size)
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -156,7 +158,7 @@ class GPT(nn.Module):
         mask, as nothing looks ahead.  `positions` (B, T) overrides the positions.  ValueError past the context."""
         T, start, limit, padding = tokens.shape[1], 0, self.config.max_position_embeddings, 0
         if cache is not None:
-            start, limit, padding = cache.length, min(limit, cache.kv.shape[4]), cache.padding[:, None]
+            start, limit, padding = cache.length, min(limit, cache.kv[0].shape[2]), cache.padding[:, None]
         if start + T > limit:           # not by _require: --compile would compile anew for each T that its text names
             raise ValueError(f"{start + T} tokens do not fit the context of {limit}")
         mask = None if cache is None else cache.mask(T)                                             # (B, 1, T, S)
@@ -172,8 +174,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden):
         """Scores (..., V) of the next token for hidden states (..., D); rows that only pad the matrix are left out."""
-        weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden, weight[:self.config.vocab_size])                                    # (..., V)
+        return F.linear(hidden, (self.lm_head or self.embed).weight[:self.config.vocab_size])       # (..., V)
 
     def save_pretrained(self, folder):
         """Write a folder that transformers, vLLM and `load_pretrained` load; weights keep their dtype.  The tokenizer
@@ -355,6 +356,5 @@ if __name__ == "__main__":
         count, cache = sum(p.numel() for p in model.parameters()), 4 * 2 * width * c.num_key_value_heads     # fp32
         print(f"{size:6} {count:11,} {flops / 1e6:23.2f} {cache:32,}")
     tokenizer, model = byte_tokenizer(), GPT(SIZES["tiny"])
-    question = tokenizer.encode("<|question|>12 + 7 = ?<|answer|>", allowed_special="all")
-    for answer in rollout.generate(model, [question], 2, 24, model.config.eos_token_ids).answers():
+    for answer in rollout.generate(model, [tokenizer.encode("12 + 7 =")], 2, 24, model.config.eos_token_ids).answers():
         print("untrained, tiny answers", repr(tokenizer.decode(answer)))

@@ -84,20 +84,22 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     return torch.searchsorted(cdf, target)[:, 0].clamp(max=p.shape[1] - 1)          # (R,) beyond it where p is NaN
 
 
-def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.0, top_p=1.0, generator=None):
+def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.0, top_p=1.0, generator=None,
+             forward=None):
     """Sample `group_size` answers to each prompt (a list of token ids); rows in prompt order, G neighbours a prompt.
 
-    Answers end with one of `eos_ids` (kept) or after `max_new_tokens`.  ValueError when prompt and answer do not fit
-    the context or a prompt is empty; FloatingPointError, naming the step, when the logits are not numbers.
+    Answers end with one of `eos_ids` (kept) or after `max_new_tokens`.  `forward` stands in for the model once the
+    prompts are read, such as a compiled one.  ValueError when prompt and answer do not fit the context or a prompt is
+    empty; FloatingPointError, naming the step, when the logits are not numbers.
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
     device, width = model.embed.weight.device, max(map(len, prompts))
-    if width + max_new_tokens > model.config.max_position_embeddings:
-        raise ValueError(f"a prompt of {width} and {max_new_tokens} new tokens do not fit the context of "
-                         f"{model.config.max_position_embeddings}")
+    if width + max_new_tokens > (context := model.config.max_position_embeddings):
+        raise ValueError(f"a prompt of {width} and {max_new_tokens} new tokens do not fit the context of {context}")
     with torch.inference_mode():
-        sampled, stats = _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator)
+        how = eos_ids, temperature, top_p, generator, forward
+        sampled, stats = _decode(model, prompts, group_size, max_new_tokens, *how)
     # Outside inference mode, so that the results may enter a graph.
     is_eos = torch.isin(sampled, torch.tensor(eos_ids, device=device))              # (B, new)
     live = is_eos.cumsum(dim=1) - is_eos.long() == 0                                # (B, new) up to the first EOS
@@ -115,7 +117,7 @@ def generate(model, prompts, group_size, max_new_tokens, eos_ids, temperature=1.
     return Rollout(tokens, lengths, mask, *fields, finished=(is_eos & live).any(dim=1))
 
 
-def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator):
+def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, top_p, generator, forward):
     """The loop: sampled ids (B, new) and their logprob, entropy, logit_grad_norm (3, B, new); rubbish after an EOS."""
     device, width = model.embed.weight.device, max(map(len, prompts))
     autocast = torch.is_autocast_enabled(device.type)
@@ -135,7 +137,7 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
         logits = model.logits(hidden).float()                                       # (R, V)
         ids.append(sample(logits, temperature, top_p, generator))                   # (R,)
         values.append(torch.stack(token_stats(logits / (temperature or 1.0), ids[-1])))        # (3, R)
-        last = step == max_new_tokens - 1
+        next_ids, last = ids[-1], step == max_new_tokens - 1
         if last or len(ids) == STEPS_PER_CHECK:
             chunk = torch.stack(ids, dim=1)                                         # (R, chunk)
             sampled[rows, first:step + 1] = chunk
@@ -145,7 +147,7 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
                 bad = first + int(wrong.nonzero()[0])
                 raise FloatingPointError(f"the logits of decoding step {bad} are not numbers (NaN or inf)")
             alive = (~torch.isin(chunk, eos).any(dim=1)).nonzero()[:, 0]            # (R',)
-            first, next_ids, ids, values = step + 1, ids[-1], [], []
+            first, ids, values = step + 1, [], []
             if last or not len(alive):
                 break
             if (n := len(alive)) < len(rows):       # finished rows leave; the last rows still alive fill their places
@@ -153,9 +155,7 @@ def _decode(model, prompts, group_size, max_new_tokens, eos_ids, temperature, to
                 order[~torch.isin(order, alive)] = alive[alive >= n]
                 rows, next_ids = rows[order], next_ids[order]
                 cache.keep_rows(order)
-        else:
-            next_ids = ids[-1]
-        hidden = model(next_ids[:, None], cache)[:, 0]                              # (R, D)
+        hidden = (model if forward is None else forward)(next_ids[:, None], cache)[:, 0]        # (R, D)
     return sampled, stats
 
 

@@ -1,8 +1,7 @@
 """Train a GPT on a verifier's reward alone: sample, verify, weigh, score, select, update.
 
-`python train.py` warms a small GPT up on worked examples, then it finds out by reinforcement that working a problem out
-pays: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) or DAPO (2503.14476) on the 20% of tokens that GMTS (2608.30632)
-selects.  Several names after --select, or several seeds, compare.  `reinforce` is the method, the rest gets it going.
+`warm_up` shows a small GPT worked examples.  `reinforce` is the method: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783)
+or DAPO (2503.14476) on the 20% of tokens that GMTS (2608.30632) selects.  The rest gets them going and compares.
 
 Shapes: P prompts, G answers per prompt, B = P * G answers, T padded length, N tokens trained on, V vocabulary.
 """
@@ -86,7 +85,7 @@ class Config:
     seed: tuple = option((0,), "random seed; several compare", 0, math.inf)
     device: str = option("auto", "where to compute", *dict.fromkeys(("auto", "cpu", ACCELERATOR)))
     dtype: str = option("auto", "of matrix products; weights stay float32", "auto", "float32", "bfloat16")
-    compile: bool = option(False, "run the training forward through torch.compile")
+    compile: bool = option(False, "run decoding and training through torch.compile")
     out: str = option("", "the run's folder; empty takes a free name under out/")
     resume: bool = option(False, "go on with the run in --out, or with the newest one")
     model: str = option("", "Hugging Face model folder to start from, instead of a warm-up")
@@ -170,7 +169,7 @@ class Run:
         """Sample answers and verify them: Rollout of B rows, B texts, rewards (P, G)."""
         c, prompts = self.config, [self.encode(p.question) for p in problems]
         n = max(1, budgets(self.model, max(map(len, prompts)) + c.max_new_tokens)[0] // samples)    # prompts at once
-        how = samples, c.max_new_tokens, self.model.config.eos_token_ids, temperature, c.top_p, generator
+        how = samples, c.max_new_tokens, self.model.config.eos_token_ids, temperature, c.top_p, generator, self.forward
         with self.autocast:
             rollout = Rollout.join([generate(self.model, prompts[i:i + n], *how) for i in range(0, len(prompts), n)])
         texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
@@ -510,8 +509,9 @@ def main(arguments=None):
     except KeyboardInterrupt as error:
         print(f"train.py: interrupted{error}; python train.py --resume --out {config.out} goes on", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError,
+            torch._dynamo.exc.BackendCompilerFailed) as error:      # --compile without a C++ compiler: its text is long
+        print("train.py:", " ".join(str(error).split("\n")[:2]).strip(), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
 

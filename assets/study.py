@@ -72,17 +72,17 @@ def plan():
         add("random reward", ARMS, ("math",), (seed,))
         add("bottom", few[1:3], train.DOMAINS, (seed,), bottom=True, keep=0.8)
         add("scope", few[1:4], ("math",), (seed,), scope="group")
-        for keep in (0.1, 0.02, 0.5):
+        for keep in (0.1, 0.02):
             add("keep", few[:4], train.DOMAINS, (seed,), keep=keep)
         for lr in (1e-4, 1e-3):
             add("lr", ARMS, ("math",), (seed,), lr=lr)
         if seed == 0:
             add("base", ARMS, ("math",), (0,), size="base")
-            add("base", few[1:4], ("math",), (0,), size="base", keep=0.05)
     # Does a cap on a group's or an answer's share mend what entropy loses?
     for scope in ("group", "answer"):
         add("scope", few[1:4], ("math",), range(3), keep=0.05, scope=scope)
     add("keep", ("omega", "surprise"), train.DOMAINS, range(3), keep=0.05)
+    add("keep", few[:4], train.DOMAINS, range(3), keep=0.5)
     add("lr", ARMS, ("math",), range(3), lr=6e-4)
     add("keep", few, train.DOMAINS, range(5), keep=0.05)
     add("small groups", ARMS, ("code", "logic"), range(3), prompts=32, group_size=4)
@@ -94,6 +94,7 @@ def plan():
     add("main", ("norm", "omega"), train.DOMAINS, range(5))
     for keep in (0.02, 0.1, 0.5):
         add("keep", ("norm", "omega"), train.DOMAINS, range(5), keep=keep)
+    add("base", few[1:4], ("math",), (0,), size="base", keep=0.05)
     seen = set()
     return [run for run in runs if (name := repr(run)) not in seen and not seen.add(name)]
 

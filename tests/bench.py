@@ -2,17 +2,23 @@
 
 Everything runs on random weights, so nothing is downloaded; on two CPU cores it takes under three minutes.  Rates are
 the best of a few interleaved tries, as other programs can only slow a try down.  With a GPU it adds bfloat16 and
---compile.  An update's memory is measured in a process of its own, `python tests/bench.py memory SELECT DEAD DTYPE`.
+--compile, of which the CPU, with a C++ compiler, shows the rollout.  An update's memory is measured in a process of its
+own, `python tests/bench.py memory SELECT DTYPE`.
 """
+import contextlib
+import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
@@ -128,19 +134,22 @@ def rates(tries, functions):
     return rate
 
 
-def rollout_rates(config, prompts, group_size, new, tries, alone=False, dtype=torch.float32):
-    """Tokens per second: ours, and unless `alone` uncached and transformers (0 if not installed)."""
+def rollout_rates(config, prompts, group_size, new, tries, others=(), dtype=torch.float32):
+    """Tokens per second: ours, then those of `others` (uncached, compiled, transformers); 0 for what is not here."""
     torch.manual_seed(0)
     model, texts = GPT(config).to(DEVICE), ragged_prompts(prompts, 24, config.vocab_size)
+    compiles = DEVICE != "cpu" or any(map(shutil.which, ("g++", "clang++", "cl")))
 
-    def ours():
+    def ours(forward=None):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return generate(model, texts, group_size, new, config.eos_token_ids).answer_mask.sum(dim=1)
-    functions = [ours]
-    if not alone:
-        functions.append(lambda: uncached(model, texts, group_size, new))
-        functions += filter(None, [transformers_generate(model, texts, group_size, new)])
-    return (rates(tries, functions) + [0.0, 0.0])[:3]
+            return generate(model, texts, group_size, new, config.eos_token_ids, forward=forward).answer_mask.sum(dim=1)
+    compiled = torch.compile(model, dynamic=True)
+    known = {"ours": ours, "uncached": lambda: uncached(model, texts, group_size, new),
+             "compiled": compiles and (lambda: ours(compiled)),
+             "transformers": "transformers" in others and transformers_generate(model, texts, group_size, new)}
+    measured = [name for name in ("ours", *others) if known[name]]
+    found = dict(zip(measured, rates(tries, [known[name] for name in measured])))
+    return [found.get(name, 0.0) for name in ("ours", *others)]
 
 
 # ---- update
@@ -169,6 +178,7 @@ def make_update(config, select, dead, prompts, group_size, new, **flags):
     def step():
         train.update(run, batch, kept, A, logprobs)
     positions = sum(len(rows) * (T - 1) for rows, T in micro_batches(kept, budgets(run.model)[1]))
+    step.model = run.model
     step.flops = 3 * matrix_flops(config, positions, int(kept.sum()))           # a backward takes twice a forward's
     return step
 
@@ -183,22 +193,33 @@ def memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def large(select, dead, **flags):
+def large(select, dead, prompts=4, group_size=4, **flags):
     """One update of a model of the shape of SmolLM2, LAYERS deep, as a function."""
-    return make_update(GPTConfig(num_hidden_layers=LAYERS, **LARGE), select, dead, 4, 4, 96, **flags)
+    return make_update(GPTConfig(num_hidden_layers=LAYERS, **LARGE), select, dead, prompts, group_size, 96, **flags)
 
 
-def print_memory(select, dead, dtype):
-    """The peak memory of an update in bytes, and how much of it is above weights, gradients and Adam's state."""
-    step = large(select, float(dead), dtype=dtype)
-    rest = memory()
+def print_memory(select, dtype):
+    """The peak memory of an update in bytes, interpreter apart, and its part above weights, gradients and Adam's state:
+    of the 16 x 8 answers of a default step held at once, as on a GPU; a CPU would take them in smaller parts."""
+    interpreter = memory()
+    step = large(select, 0, 16, 8, dtype=dtype)
+    train.budgets = lambda model: (1, 10 ** 9, "")
     step()
-    print(json.dumps([memory(), memory() - rest]))
+    peak = memory() - interpreter
+    print(json.dumps([peak, peak - 16 * sum(p.numel() for p in step.model.parameters())]))
 
 
-def update_memory(*arguments):
-    command = [sys.executable, __file__, "memory", *map(str, arguments)]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+def update_memory(dtype):
+    """Ratios of total and own memory, 20% to all, and the four sizes in MiB; None where it does not fit (11 GB)."""
+    sizes = []
+    for select in ("gmts", "all"):
+        command = [sys.executable, __file__, "memory", select, dtype]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        if done.returncode:
+            return None
+        sizes.append([size / 2 ** 20 for size in json.loads(done.stdout.splitlines()[-1])])
+    (some, own), (everything, own_of_all) = sizes
+    return some / everything, own / own_of_all, some, everything, own, own_of_all
 
 
 # ---- selection, a whole step
@@ -210,14 +231,39 @@ def selection_seconds(n):
     return best(5, lambda: select_tokens(token_scores("gmts", entropy, A * mask), mask))[0]
 
 
-def step_phases(steps=4):
-    """Seconds of rollout, scoring with selection, and update in a default step; the reward is a coin."""
+def steps(config, count, **flags):
+    """Seconds of rollout, scoring with selection, and update in each of `count` steps; the reward is a coin."""
     train.reward, train.watch = lambda text, gold: float(len(text) % 2), lambda run, row: None
-    run = train.Run(train.Config(device=DEVICE), GPT(SIZES["tiny"]).to(DEVICE), byte_tokenizer(),
+    run = train.Run(train.Config(device=DEVICE, **flags), GPT(config).to(DEVICE), byte_tokenizer(),
                     train.TEMPLATES["bytes"])
     run.problems = make_problems("math", 3, 500, 0)
-    rows = [train.reinforce(run) for _ in range(steps + 1)][1:]
-    return min(([row["rollout_s"], row["score_s"], row["update_s"]] for row in rows), key=sum)
+    rows = [train.reinforce(run) for _ in range(count + 1)][1:]
+    return [[row[f"{phase}_s"] for phase in ("rollout", "score", "update")] for row in rows]
+
+
+def trl_step(config, prompts, group_size, new, count):
+    """Median seconds of a step of TRL's GRPOTrainer with its own entropy mask, from a folder that our model wrote and
+    with a coin for a reward; 0 without TRL."""
+    if not all(map(find_spec, ("trl", "datasets", "transformers", "safetensors"))):
+        return 0.0
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets
+    import transformers
+    import trl
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):    # it prints its metrics
+        GPT(config).save_pretrained(folder)
+        arguments = trl.GRPOConfig(
+            folder, max_steps=count, per_device_train_batch_size=prompts * group_size, num_generations=group_size,
+            max_completion_length=new, top_entropy_quantile=0.2, epsilon_high=0.28, beta=0.0, learning_rate=3e-4,
+            bf16=False, gradient_checkpointing=False, use_cpu=DEVICE == "cpu", report_to="none", save_strategy="no",
+            logging_steps=1, disable_tqdm=True)
+        trainer = trl.GRPOTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(folder), args=arguments,
+            reward_funcs=lambda completions, **columns: [float(len(text) % 2) for text in completions],
+            train_dataset=datasets.Dataset.from_list([{"prompt": p.question} for p in make_problems("math", 3, 99, 0)]),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder))
+        trainer.train()
+    return median(log["step_time"] for log in trainer.state.log_history if "step_time" in log)
 
 
 def norm_seconds():
@@ -251,33 +297,37 @@ def main():
         ratio = f"{ratio:.2f}" if ratio else ""
         print(f"{what:58}{cells[0]:>12}{cells[1]:>12}  {ratio:>7}  {unit}", flush=True)
 
-    ours, naive, theirs = rollout_rates(PEERS, 4, 8, 64, 4)
+    ours, naive, compiled, theirs = rollout_rates(PEERS, 4, 8, 64, 4, ("uncached", "compiled", "transformers"))
     line("rollout, 4 x 8 answers, up to 64 tokens: uncached", ours, naive, "tok/s", ratio=ours / naive)
-    line("rollout, the same: transformers' generate", ours, theirs, "tok/s", ratio=theirs and ours / theirs)
-    tiny, *_ = rollout_rates(SIZES["tiny"], 16, 8, 96, 3, alone=True)
+    line("    transformers' generate", ours, theirs, "tok/s", ratio=theirs and ours / theirs)
+    line("    with --compile: transformers' generate", compiled, theirs, "tok/s", ratio=theirs and compiled / theirs)
+    many, many_compiled, their_many = rollout_rates(PEERS, 16, 8, 200, 2, ("compiled", "transformers"))
+    line("rollout, 16 x 8 answers, up to 200 tokens: transformers", many, their_many, "tok/s",
+         ratio=their_many and many / their_many)
+    line("    with --compile", many_compiled, their_many, "tok/s", ratio=their_many and many_compiled / their_many)
+    tiny, = rollout_rates(SIZES["tiny"], 16, 8, 96, 3)
     flops = matrix_flops(SIZES["tiny"], 1, 1)
     line("rollout, tiny, 16 x 8 answers, up to 96 tokens", tiny, unit="tok/s")
     line("    its matrix products, of the large one's FLOP/s", tiny * flops / 1e9, peak / 1e9, "GFLOP/s",
          ratio=tiny * flops / peak)
     if gpu:
-        line("rollout, the same in bfloat16", rollout_rates(SIZES["tiny"], 16, 8, 96, 3, True, torch.bfloat16)[0],
-             unit="tok/s")
+        low = rollout_rates(SIZES["tiny"], 16, 8, 96, 3, ("compiled",), torch.bfloat16)
+        line("rollout, the same in bfloat16, and with --compile", *low, "tok/s")
 
-    ratios = {}
-    for dtype, compiled in [("float32", False)] + [("bfloat16", False), ("bfloat16", True)] * gpu:
+    ratios, memories = {}, None
+    for dtype, compile in [("float32", False)] + [("bfloat16", False), ("bfloat16", True)] * gpu:
         for dead in (0, 0.5):
-            what = f"vocabulary 49,152, {dtype}{', --compile' * compiled}, {dead:.0%} dead groups"
-            steps = [large(select, dead, dtype=dtype, compile=compiled) for select in ("gmts", "all")]
-            seconds = best(2, *steps)
+            what = f"vocabulary 49,152, {dtype}{', --compile' * compile}, {dead:.0%} dead groups"
+            both = [large(select, dead, dtype=dtype, compile=compile) for select in ("gmts", "all")]
+            seconds = best(2, *both)
             line(f"update, {what}", *seconds, "s, 20% and all", 2, seconds[0] / seconds[1])
-            line("    its matrix products", *(step.flops / s / 1e9 for step, s in zip(steps, seconds)), "GFLOP/s")
-            if not compiled:
-                peak_memory, own = zip(*(update_memory(select, dead, dtype) for select in ("gmts", "all")))
-                line("    its peak memory, model and optimizer included", *(x / 2 ** 20 for x in peak_memory), "MiB", 0,
-                     peak_memory[0] / peak_memory[1])
-                line("    its peak memory without them", *(x / 2 ** 20 for x in own), "MiB", 0, own[0] / own[1])
+            line("    its matrix products", *(step.flops / s / 1e9 for step, s in zip(both, seconds)), "GFLOP/s")
             if dtype == "float32":
-                ratios[dead] = seconds[0] / seconds[1], own[0] / own[1]
+                ratios[dead] = seconds[0] / seconds[1]
+        if not compile and (found := update_memory(dtype)):
+            memories = memories or found
+            line("    peak memory, 16 x 8 answers at once, none dead", *found[2:4], "MiB", 0, found[0])
+            line("    of it activations, logits and their gradients", *found[4:], "MiB", 0, found[1])
     byte = best(4, *(make_update(SIZES["tiny"], s, 0, 16, 8, 96) for s in ("gmts", "all")))
     line("update, byte vocabulary, tiny, no dead group: time", *byte, "s, 20% and all", 3, byte[0] / byte[1])
 
@@ -286,19 +336,27 @@ def main():
         line(f"score and select, {n:,} tokens", seconds * 1e3, unit="ms", digits=2)
     norms = norm_seconds()
     line("exact gradient norms, tiny, 16 answers: a loop over positions", *norms, "s", 2, norms[1] / norms[0])
-    phases = step_phases()
+    config = replace(PEERS, vocab_size=259, embedding_rows=264, eos_token_ids=(256,))
+    whole = median(map(sum, steps(config, 20, prompts=4, group_size=8, max_new_tokens=64)))
+    trl_whole = trl_step(config, 4, 8, 64, 20)
+    line("a whole step, 4 x 8 answers, up to 64 tokens: TRL's", whole, trl_whole, "s", 2, trl_whole / whole)
+    phases = min(steps(SIZES["tiny"], 4), key=sum)
     for what, seconds in zip(("sample and verify", "score and select", "update"), phases):
         line(f"a default step, tiny, 16 x 8 answers: {what}", seconds * 1e3, unit="ms", digits=1)
 
     print("\n" + json.dumps({
         "device": DEVICE, "threads": torch.get_num_threads(), "matmul_gflops": round(peak / 1e9),
         "rollout_tok_s": round(ours), "rollout_vs_uncached": round(ours / naive, 2),
-        "rollout_vs_transformers": round(ours / theirs, 2) if theirs else None, "rollout_tiny_tok_s": round(tiny),
-        "update_time_ratio": round(ratios[0][0], 3), "update_memory_ratio": round(ratios[0][1], 3),
-        "update_time_ratio_half_dead": round(ratios[0.5][0], 3),
-        "update_memory_ratio_half_dead": round(ratios[0.5][1], 3),
+        "rollout_vs_transformers": round(ours / theirs, 2) if theirs else None,
+        "rollout_compiled_vs_transformers": round(compiled / theirs, 2) if compiled and theirs else None,
+        "rollout_large_vs_transformers": round(many / their_many, 2) if their_many else None,
+        "rollout_tiny_tok_s": round(tiny), "update_time_ratio": round(ratios[0], 3),
+        "update_time_ratio_half_dead": round(ratios[0.5], 3),
+        "update_memory_ratio": memories and round(memories[0], 3),
+        "update_own_memory_ratio": memories and round(memories[1], 3),
         "update_byte_time_ratio": round(byte[0] / byte[1], 3),
-        "norms_vs_loop": round(norms[1] / norms[0], 2), "select_1m_s": round(selection[10 ** 6], 4),
+        "step_vs_trl": round(trl_whole / whole, 2) or None, "norms_vs_loop": round(norms[1] / norms[0], 2),
+        "select_1m_s": round(selection[10 ** 6], 4),
         "score_select_share": round(phases[1] / sum(phases), 4)}))
 
 

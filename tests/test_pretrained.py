@@ -75,8 +75,16 @@ def test_without_safetensors_one_line_and_nothing_written(tmp_path, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
-def test_no_room_on_the_device_is_one_line(monkeypatch, capsys):
-    def full(config):
-        raise torch.OutOfMemoryError("out of memory")
-    monkeypatch.setattr(train, "compare", full)
-    assert train.main([]) == 1 and capsys.readouterr().err == "train.py: out of memory\n"
+class NoCompiler(torch._dynamo.exc.BackendCompilerFailed):
+    def __init__(self):
+        RuntimeError.__init__(self, "backend='inductor' raised:\nInvalidCxxCompiler: none found\n\nSet TORCH_LOGS\n")
+
+
+@pytest.mark.parametrize("error, says", [
+    (torch.OutOfMemoryError("out of memory"), "out of memory"),
+    (NoCompiler(), "backend='inductor' raised: InvalidCxxCompiler: none found")])
+def test_no_room_on_the_device_and_no_compiler_are_one_line(monkeypatch, capsys, error, says):
+    def fail(config):
+        raise error
+    monkeypatch.setattr(train, "compare", fail)
+    assert train.main([]) == 1 and capsys.readouterr().err == f"train.py: {says}\n"

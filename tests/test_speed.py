@@ -5,8 +5,9 @@ from torch._dynamo.testing import CompileCounter
 
 import rollout as rollout_module
 import train
-from model import GPT, GPTConfig, KVCache
+from model import GPT, SIZES, GPTConfig, KVCache, byte_tokenizer
 from rollout import Rollout, generate
+from verify import make_problems
 
 TINY = GPTConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8, vocab_size=30, embedding_rows=32, max_position_embeddings=64)
@@ -32,6 +33,29 @@ def test_compile_serves_all_lengths_and_row_counts_with_one_graph():
         torch.testing.assert_close(compiled(tokens), model(tokens))
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_compiled_decoding_gives_the_same_answers_and_compiles_once_and_once_for_a_single_row():
+    model, counter = GPT(TINY), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=True, backend=counter)
+    for prompts, group_size, new in (([[3, 4, 5], [6]], 9, 40), ([[7] * 9], 5, 17), ([[8], [9, 3], [4] * 7], 4, 50)):
+        draws = [torch.Generator().manual_seed(0) for _ in range(2)]
+        plain, fast = (generate(model, prompts, group_size, new, (0, 1, 2), 1.0, 1.0, draw, forward)
+                       for draw, forward in zip(draws, (None, compiled)))
+        assert torch.equal(plain.tokens, fast.tokens) and torch.equal(plain.finished, fast.finished)
+        torch.testing.assert_close(plain.logprobs, fast.logprobs)
+    assert 1 <= counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def test_a_run_decodes_through_its_compiled_forward():
+    run, sizes = make_run(max_new_tokens=9), []
+    run.tokenizer, run.template = byte_tokenizer(), train.TEMPLATES["bytes"]
+    run.model = GPT(SIZES["tiny"])
+    run.forward = lambda tokens, cache: sizes.append(len(tokens)) or run.model(tokens, cache)
+    run.grade(make_problems("math", 1, 3, 0), 4, 1.0, None)
+    assert sizes[0] == 12 and 1 <= len(sizes) <= 8          # the first of nine tokens needs the prompts alone
 
 
 def test_update_through_a_wrapped_forward():
