@@ -12,6 +12,10 @@ def test_lines_of_the_five_files():
                      for name in ("verify.py", "model.py", "rollout.py", "gmts.py", "train.py")}
 
 
+def test_no_row_of_a_table_waits_for_its_figures():
+    assert not re.search(r"\bTRL[A-Z]{4,}|@[A-Z0-9]+@", README)
+
+
 def test_links_resolve():
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", README, re.M)}
     links = re.findall(r"\]\(([^)\s]+)\)", README)
