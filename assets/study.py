@@ -6,7 +6,7 @@
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
 
 All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with
-one thread each.
+one thread each, and the instructions that every x86 CPU has, so that all of them give the same numbers.
 """
 import argparse
 import csv
@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,13 @@ gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
 import train
 
 TABLE = ROOT / "assets" / "study.csv"
+# Sums are rounded as the CPU's widest instructions add them up.  With these, Intel's and AMD's do it alike, and a run
+# takes half as long again.  They count from the start of a process, so the workers get them.
+ANY_X86 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+CPU = torch.backends.cpu.get_cpu_capability()
+if ANY_X86.items() <= os.environ.items() and platform.machine() in ("x86_64", "AMD64"):
+    CPU = "any x86"
+train.WARMUP_FOLDER = Path("out", f"warmup-study-{CPU.replace(' ', '-')}")     # train.py's own has other threads
 COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
           "eval_samples": 16, "eval_problems": 512}
 HEADLINE = ("From 20% of the tokens every score learns about as much as from all; from fewer, entropy fails first and GMTS\n"
@@ -43,7 +51,7 @@ HEADLINE = ("From 20% of the tokens every score learns about as much as from all
 ARMS = ("all", "random", "entropy", "gmts", "exact")
 FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
           "final_pass mean_reward steps_to_half last_reward grad_norm_median grad_norm_max entropy_final "
-          "overlap_entropy kept_right dead_groups minutes commit flags").split()
+          "overlap_entropy kept_right dead_groups minutes commit torch cpu flags").split()
 
 
 def plan():
@@ -79,22 +87,25 @@ def plan():
         if seed == 0:
             add("base", ARMS, ("math",), (0,), size="base")
     # Does a cap on a group's or an answer's share mend what entropy loses?
-    for scope in ("group", "answer"):
-        add("scope", few[1:4], ("math",), range(3), keep=0.05, scope=scope)
-    add("keep", ("omega", "surprise"), train.DOMAINS, range(3), keep=0.05)
-    add("keep", few[:4], train.DOMAINS, range(3), keep=0.5)
-    add("lr", ARMS, ("math",), range(3), lr=6e-4)
-    add("keep", few, train.DOMAINS, range(5), keep=0.05)
-    add("small groups", ARMS, ("code", "logic"), range(3), prompts=32, group_size=4)
-    for keep in (0.1, 0.02, 0.5):
-        add("keep", few[:4], train.DOMAINS, range(5), keep=keep)
-    for lr in (1e-4, 1e-3):
-        add("lr", ARMS, train.DOMAINS, range(3), lr=lr)
-    add("small", ARMS, ("code", "logic"), range(3), size="small")
-    add("main", ("norm", "omega"), train.DOMAINS, range(5))
-    for keep in (0.02, 0.1, 0.5):
-        add("keep", ("norm", "omega"), train.DOMAINS, range(5), keep=keep)
-    add("base", few[1:4], ("math",), (0,), size="base", keep=0.05)
+    add("scope", few[1:4], ("math",), range(3), keep=0.05, scope="group")
+    add("scope", ("entropy",), ("math",), (0,), keep=0.05, scope="answer")
+    add("keep", ("omega", "surprise"), train.DOMAINS, (0,), keep=0.05)
+    add("keep", ("omega",), ("math",), (1,), keep=0.05)
+    add("keep", few[:4], train.DOMAINS, (0,), keep=0.5)
+    # So far on one kind of CPU.  From here on any x86, from other seeds: a warm-up of the other kind is another policy.
+    for seed in (5, 6):
+        for domain in train.DOMAINS:
+            add("main", ARMS, (domain,), (seed,))
+            add("keep", (*few, "omega", "surprise"), (domain,), (seed,), keep=0.05)
+            add("keep", few[:4], (domain,), (seed,), keep=0.5)
+    for seed in (5, 6):
+        add("several updates", ARMS, train.DOMAINS, (seed,), epochs=2, inner_batches=2)
+        for keep in (0.1, 0.02):
+            add("keep", few[:4], train.DOMAINS, (seed,), keep=keep)
+        for scope in ("group", "answer"):
+            add("scope", few[1:4], ("math",), (seed,), keep=0.05, scope=scope)
+    for seed in range(5, 8):
+        add("small", ARMS, ("code", "logic"), (seed,), size="small")
     seen = set()
     return [run for run in runs if (name := repr(run)) not in seen and not seen.add(name)]
 
@@ -160,7 +171,8 @@ def run_one(part, arm, flags):
     torch.set_num_threads(1)
     train.say = lambda text: None
     started = time.time()
-    row = {"part": part, "arm": arm, "flags": key(part, arm, flags)[2], "status": "ok"}
+    row = {"part": part, "arm": arm, "flags": key(part, arm, flags)[2], "status": "ok", "cpu": CPU,
+           "torch": torch.__version__.split("+")[0]}
     with tempfile.TemporaryDirectory() as folder:
         config = train.Config(**flags, out=f"{folder}/run")
         row |= {name: getattr(config, name) for name in ("domain", "size", "loss", "keep", "scope", "lr")}
@@ -203,6 +215,13 @@ def read_table():
         return list(csv.DictReader(file))
 
 
+def workers(jobs, cpu="any x86"):
+    """Processes to run runs in, a fresh one for each, so that nothing of one (a patched reward) reaches the next."""
+    for name, value in ANY_X86.items():
+        os.environ.pop(name, None) if cpu != "any x86" else os.environ.update({name: value})
+    return ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=torch.multiprocessing.get_context("spawn"))
+
+
 def commit():
     return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
@@ -216,9 +235,7 @@ def run(parts, jobs, minutes):
     todo = [t for t in todo if key(*t) not in done]
     print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
     deadline, version, running, started, warm = time.time() + 60 * minutes, commit(), {}, set(), set()
-    # max_tasks_per_child: a fresh process for each run, so that nothing of one (a patched reward) reaches the next.
-    spawn = torch.multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=spawn) as pool:
+    with workers(jobs) as pool:
 
         def start():
             """Start the first run whose warm-up is there, or a warm-up that nobody makes yet; False if none can."""
@@ -262,9 +279,13 @@ def again(number):
     old = table[number - 1]
     part, arm, flags = next((p, a, flags_of(a, f)) for p, a, f in plan()
                             if key(p, a, flags_of(a, f)) == (old["part"], old["arm"], old["flags"]))
-    new = run_one(part, arm, flags)
-    changed = [n for n in FIELDS if n not in ("minutes", "commit") and old[n] != str(new.get(n, ""))]
+    with workers(1, old["cpu"]) as pool:
+        new = pool.submit(run_one, part, arm, flags).result()
+    changed = [n for n in FIELDS if n not in ("minutes", "commit", "torch", "cpu") and old[n] != str(new.get(n, ""))]
     print(f"row {number}, {arm}: " + (f"differs in {', '.join(changed)}" if changed else "the same numbers again"))
+    if changed and (old["torch"], old["cpu"]) != (new["torch"], new["cpu"]):
+        print(f"It was run with torch {old['torch']} on {old['cpu']}, and now with torch {new['torch']} on {new['cpu']}, "
+              "which round differently.")
     return bool(changed)
 
 
@@ -292,8 +313,8 @@ def settings(table):
 
 def gaps(arm, other, domain=None):
     """Paired differences of avg@16, in points: one per seed of a domain, or the mean over the domains that both arms
-    have, for the seeds that have them all."""
-    common = sorted(arm.keys() & other.keys())
+    have, for the seeds that have them all.  Only runs that start from the same policy are a pair."""
+    common = sorted(at for at in arm.keys() & other.keys() if arm[at]["start_avg"] == other[at]["start_avg"])
     domains = {d for d, _ in common} if domain is None else {domain}
     seeds = [s for s in sorted({s for _, s in common}) if all((d, s) in common for d in domains)]
     return [100 * float(np.mean([float(arm[d, s]["final_avg"]) - float(other[d, s]["final_avg"]) for d in domains]))
