@@ -1,5 +1,7 @@
 """The study: its plan, its statistics on hand-made numbers, one row of it made twice, and the committed table."""
 import math
+import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +122,32 @@ def test_surprise_stands_in_the_place_of_the_norm_in_the_rollout_and_in_the_scor
     assert torch.equal(surprise, -logprobs) and float(surprise.max()) > 1
 
 
+@pytest.mark.parametrize("cpu", ["any x86", "AVX512"])
+def test_workers_round_as_the_row_that_they_repeat(study, monkeypatch, cpu):
+    for name in study.ANY_X86:
+        monkeypatch.setenv(name, "as before")
+    with study.workers(1, cpu) as pool:
+        found = [pool.submit(os.getenv, name).result() for name in study.ANY_X86]
+    assert found == (list(study.ANY_X86.values()) if cpu == "any x86" else [None] * 3)
+
+
+@pytest.mark.parametrize("cpu, same", [("AVX512", False), ("AVX512", True), ("any x86", False)])
+def test_again_says_what_differs_and_whether_the_machine_does(study, monkeypatch, capsys, cpu, same):
+    part, arm, flags = next(iter(study.plan()))
+    old = dict.fromkeys(study.FIELDS, "0.5") | {"part": part, "arm": arm, "torch": "2.13.0", "cpu": cpu,
+                                                "flags": study.key(part, arm, study.flags_of(arm, flags))[2]}
+    new = old | {"minutes": "7", "commit": "", "cpu": "any x86"} | ({} if same else {"final_avg": "0.6"})
+    pool = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: new))
+    monkeypatch.setattr(study, "workers", lambda jobs, cpu: nullcontext(pool))
+    monkeypatch.setattr(study, "read_table", lambda: [old])
+    assert study.again(1) is not same
+    said = capsys.readouterr().out
+    assert ("the same numbers again" in said) is same and ("differs in final_avg" in said) is not same
+    assert ("round differently" in said) is (not same and cpu == "AVX512")
+    with pytest.raises(SystemExit, match="has 1 rows"):
+        study.again(2)
+
+
 def test_random_rewards_are_a_coin_and_spare_the_evaluation(study, monkeypatch):
     monkeypatch.setattr(train, "collect", lambda run: ("rollout", "texts", torch.ones(200, 8), "groups"))
     study.random_rewards(0)
@@ -132,9 +160,12 @@ def test_every_committed_row_is_in_the_plan_and_holds_numbers(study, tried):
     table = study.read_table()
     names = [(r["part"], r["arm"], r["flags"]) for r in table]
     assert len(set(names)) == len(names) and set(names) <= planned
+    starts = {}
     for r in table:
+        starts.setdefault((r["domain"], r["size"], r["seed"]), set()).add((r["torch"], r["cpu"], r["start_avg"]))
         assert all(0 <= float(r[n]) <= 1 for n in ("start_greedy", "start_avg", "final_greedy", "final_avg", "mean_reward"))
         tried["rows of the study read"] += 1
+    assert all(len(start) == 1 for start in starts.values())            # all arms of a seed began from one policy
 
 
 def test_report_draws_the_figure_from_the_table_alone(study, tmp_path, monkeypatch, capsys):
