@@ -48,9 +48,8 @@ SIZES = {
 
 
 class KVCache:
-    """Keys and values of all layers, written in place; the columns [0, length) are filled.  Prompts are padded on the
-    LEFT, so that every row writes the same column and attention reads one slice.  `padding` (B,) counts the padding
-    columns of each row; they are masked, and positions start after them."""
+    """Keys and values of all layers; the columns [0, length) are filled.  Prompts are padded on the LEFT, so that rows
+    write the same column and attention reads one slice.  `padding` (B,) counts each row's first columns, all masked."""
     def __init__(self, config, padding, columns, dtype=torch.float32):
         shape = (len(padding), config.num_key_value_heads, columns, config.head_dim)
         # Keys, then values, of each layer: a tensor each, as compiled code copies all of one that holds several.
@@ -222,7 +221,7 @@ def load_pretrained(folder, device="cpu", dtype=torch.float32):
     """(model, tokenizer) of a Hugging Face folder of the Llama, Qwen2 (also 2.5) or Qwen3 family.  ValueError, in one
     line, names what is missing, unknown or does not fit; ImportError without safetensors."""
     _require(find_spec("safetensors"), "model folders need safetensors: pip install safetensors", ImportError)
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     folder = Path(folder)
     shards, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not shards[0].exists():
@@ -236,14 +235,17 @@ def load_pretrained(folder, device="cpu", dtype=torch.float32):
         model = GPT(_read_config(texts, tokenizer.n_vocab)).to(dtype)
     model.files, views = texts, folder_tensors(model)
     for path in shards:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.lm_head is None:
-                    continue                                        # computed here, or the same as the embedding
-                _require(name in views, f"{path}: tensor {name} has no place in this model")
-                tensor, view = file.get_tensor(name), views.pop(name)
-                _require(tensor.shape == view.shape, f"{path}: {name} is {[*tensor.shape]}, not {[*view.shape]}")
-                view.copy_(tensor)
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:                                # such as a download that was cut off
+            raise ValueError(f"{path}: {error}") from error
+        for name in file.keys():
+            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.lm_head is None:
+                continue                                                # computed here, or the same as the embedding
+            _require(name in views, f"{path}: tensor {name} has no place in this model")
+            tensor, view = file.get_tensor(name), views.pop(name)
+            _require(tensor.shape == view.shape, f"{path}: {name} is {[*tensor.shape]}, not {[*view.shape]}")
+            view.copy_(tensor)
     _require(not views, f"{folder}: tensor {min(views, default=None)} is missing")
     return model, tokenizer
 
@@ -297,8 +299,7 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 def read_tokenizer(text):
     """The Encoding that equals a tokenizer.json (byte-level BPE), token for token.  ValueError names what is not known.
-    Every added token is special here, also where the file says otherwise (Qwen3's <think>): a template sets it in with
-    `encode(..., allowed_special="all")`, and no user can type it.  A BOS, too, is the template's to set."""
+    Added tokens, Qwen3's <think> and a BOS too, are special: a template sets them (allowed_special="all"), no user."""
     file = json.loads(text)
     bpe, normalizer, cut = (file.get(part) or {} for part in ("model", "normalizer", "pre_tokenizer"))
     _require(bpe.get("type", "BPE") == "BPE", f"tokenizer.json: model {bpe.get('type')} is unknown, known is BPE")
@@ -325,8 +326,7 @@ def read_tokenizer(text):
     known = {*ranks.values(), *specials.values()}       # a model may sample other ids: decoding must not fail then
     specials |= {f"<|unused {id}|>": id for id in range(max(known)) if id not in known}
     encoding = FolderEncoding("folder", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-    encoding.nfc = {"type": "NFC"} in normalizers
-    encoding.absent = bytes(b for c, b in BYTES.items() if c not in vocab)
+    encoding.nfc, encoding.absent = {"type": "NFC"} in normalizers, bytes(b for c, b in BYTES.items() if c not in vocab)
     return encoding
 
 

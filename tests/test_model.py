@@ -590,6 +590,16 @@ def test_missing_files_are_named(name, tmp_path):
             load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_download_that_was_cut_off_is_one_line(tmp_path, share):
+    saved(TINY, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*\w") as error:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_harmless_tensors_are_skipped(tmp_path):
     model = saved(TINY, tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
