@@ -1,12 +1,13 @@
 """The study: does choosing tokens by gradient magnitude help, and when?  Every run is one row of assets/study.csv.
 
-    python assets/study.py run [PART ...] [--jobs 2] [--minutes 60]   runs what the CSV lacks; stop it, go on with it
+    python assets/study.py run [WORD ...] [--jobs 2] [--minutes 60]   runs what the CSV lacks; stop it, go on with it
     python assets/study.py report                      the tables and assets/study.png from the CSV, in seconds
     python assets/study.py why [FLAGS OF train.py]     what each score keeps of the policy that the runs start from
     python assets/study.py again ROW                   runs one row of the CSV once more and compares
 
-All arms of a seed share the warm-up, the problem order, the sampling seed and the divisor.  One process per core with
-one thread each, and the instructions that every x86 CPU has, so that all of them give the same numbers.
+WORDs choose runs by part, domain and size; all have to fit.  All arms of a seed share the warm-up, the problem order,
+the sampling seed and the divisor.  One process per core with one thread each.  A row gives the same numbers again with
+the same torch on the same kind of CPU; those of `run --any_x86` do so on Intel's and AMD's alike, and take longer.
 """
 import argparse
 import csv
@@ -37,8 +38,8 @@ gmts.SELECTIONS["omega"] = lambda entropy, omega, norm: omega.abs()
 import train
 
 TABLE = ROOT / "assets" / "study.csv"
-# Sums are rounded as the CPU's widest instructions add them up.  With these, Intel's and AMD's do it alike, and a run
-# takes half as long again.  They count from the start of a process, so the workers get them.
+# A sum is rounded as the CPU's own instructions add it up; with these settings, Intel's and AMD's do it alike.  A step
+# then takes half as long again, a warm-up five times as long.  They count from the start of a process: workers get them.
 ANY_X86 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 CPU = torch.backends.cpu.get_cpu_capability()
 if ANY_X86.items() <= os.environ.items() and platform.machine() in ("x86_64", "AMD64"):
@@ -92,7 +93,7 @@ def plan():
     add("keep", ("omega", "surprise"), train.DOMAINS, (0,), keep=0.05)
     add("keep", ("omega",), ("math",), (1,), keep=0.05)
     add("keep", few[:4], train.DOMAINS, (0,), keep=0.5)
-    # So far on one kind of CPU.  From here on any x86, from other seeds: a warm-up of the other kind is another policy.
+    # So far on one kind of CPU.  From here on another one, which warms up to other policies: so these have other seeds.
     for seed in (5, 6):
         for domain in train.DOMAINS:
             add("main", ARMS, (domain,), (seed,))
@@ -215,10 +216,10 @@ def read_table():
         return list(csv.DictReader(file))
 
 
-def workers(jobs, cpu="any x86"):
+def workers(jobs, any_x86):
     """Processes to run runs in, a fresh one for each, so that nothing of one (a patched reward) reaches the next."""
     for name, value in ANY_X86.items():
-        os.environ.pop(name, None) if cpu != "any x86" else os.environ.update({name: value})
+        os.environ.update({name: value}) if any_x86 else os.environ.pop(name, None)
     return ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=torch.multiprocessing.get_context("spawn"))
 
 
@@ -226,16 +227,17 @@ def commit():
     return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
 
-def run(parts, jobs, minutes):
+def run(words, jobs, minutes, any_x86):
     """Run what is missing, `jobs` at a time, starting none after `minutes`; a row is written as soon as it is there."""
-    done, known = {(r["part"], r["arm"], r["flags"]) for r in read_table()}, {part for part, _, _ in plan()}
-    if unknown := {*parts} - known:
-        sys.exit(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
-    todo = [(p, a, flags_of(a, f)) for p, a, f in plan() if not parts or p in parts]
+    names = [{part, flags["domain"], flags.get("size", "tiny")} for part, _, flags in plan()]
+    if unknown := {*words} - (known := set.union(*names)):
+        sys.exit(f"no {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
+    done = {(r["part"], r["arm"], r["flags"]) for r in read_table()}
+    todo = [(p, a, flags_of(a, f)) for (p, a, f), name in zip(plan(), names) if name >= {*words}]
     todo = [t for t in todo if key(*t) not in done]
     print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
     deadline, version, running, started, warm = time.time() + 60 * minutes, commit(), {}, set(), set()
-    with workers(jobs) as pool:
+    with workers(jobs, any_x86) as pool:
 
         def start():
             """Start the first run whose warm-up is there, or a warm-up that nobody makes yet; False if none can."""
@@ -279,7 +281,7 @@ def again(number):
     old = table[number - 1]
     part, arm, flags = next((p, a, flags_of(a, f)) for p, a, f in plan()
                             if key(p, a, flags_of(a, f)) == (old["part"], old["arm"], old["flags"]))
-    with workers(1, old["cpu"]) as pool:
+    with workers(1, old["cpu"] == "any x86") as pool:
         new = pool.submit(run_one, part, arm, flags).result()
     changed = [n for n in FIELDS if n not in ("minutes", "commit", "torch", "cpu") and old[n] != str(new.get(n, ""))]
     print(f"row {number}, {arm}: " + (f"differs in {', '.join(changed)}" if changed else "the same numbers again"))
@@ -477,14 +479,15 @@ def draw_missed(example, found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report", "why", "again"))
-    parser.add_argument("names", nargs="*", help="parts to run, or the row to run again")
+    parser.add_argument("names", nargs="*", help="words that choose what to run, or the row to run again")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
+    parser.add_argument("--any_x86", action="store_true", help="run so that every x86 CPU gives the same numbers")
     arguments, flags = parser.parse_known_args()
     if flags and arguments.what != "why":
         parser.error(f"unknown: {' '.join(flags)}")
     if arguments.what == "run":
-        run(arguments.names, arguments.jobs, arguments.minutes)
+        run(arguments.names, arguments.jobs, arguments.minutes, arguments.any_x86)
     elif arguments.what == "report":
         report()
     elif arguments.what == "why":

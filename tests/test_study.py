@@ -126,7 +126,7 @@ def test_surprise_stands_in_the_place_of_the_norm_in_the_rollout_and_in_the_scor
 def test_workers_round_as_the_row_that_they_repeat(study, monkeypatch, cpu):
     for name in study.ANY_X86:
         monkeypatch.setenv(name, "as before")
-    with study.workers(1, cpu) as pool:
+    with study.workers(1, cpu == "any x86") as pool:
         found = [pool.submit(os.getenv, name).result() for name in study.ANY_X86]
     assert found == (list(study.ANY_X86.values()) if cpu == "any x86" else [None] * 3)
 
@@ -138,7 +138,7 @@ def test_again_says_what_differs_and_whether_the_machine_does(study, monkeypatch
                                                 "flags": study.key(part, arm, study.flags_of(arm, flags))[2]}
     new = old | {"minutes": "7", "commit": "", "cpu": "any x86"} | ({} if same else {"final_avg": "0.6"})
     pool = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: new))
-    monkeypatch.setattr(study, "workers", lambda jobs, cpu: nullcontext(pool))
+    monkeypatch.setattr(study, "workers", lambda jobs, any_x86: nullcontext(pool))
     monkeypatch.setattr(study, "read_table", lambda: [old])
     assert study.again(1) is not same
     said = capsys.readouterr().out
