@@ -122,6 +122,17 @@ def test_surprise_stands_in_the_place_of_the_norm_in_the_rollout_and_in_the_scor
     assert torch.equal(surprise, -logprobs) and float(surprise.max()) > 1
 
 
+def test_words_choose_the_runs_that_fit_them_all(study, monkeypatch, capsys):
+    monkeypatch.setattr(study, "read_table", lambda: [])
+    for words in ([], ["code"], ["code", "small"], ["small groups"], ["main", "logic", "tiny"]):
+        study.run(words, 1, 0, False)                               # no minutes: it says how many there are
+        fitting = [flags for part, _, flags in study.plan()
+                   if all(word in (part, flags["domain"], flags.get("size", "tiny")) for word in words)]
+        assert capsys.readouterr().out == f"{len(fitting)} runs to do, 0 done\n" and fitting
+    with pytest.raises(SystemExit, match="no chess: choose from base, .*, math"):
+        study.run(["code", "chess"], 1, 0, False)
+
+
 @pytest.mark.parametrize("cpu", ["any x86", "AVX512"])
 def test_workers_round_as_the_row_that_they_repeat(study, monkeypatch, cpu):
     for name in study.ANY_X86:
