@@ -223,30 +223,30 @@ def load_pretrained(folder, device="cpu", dtype=torch.float32):
     _require(find_spec("safetensors"), "model folders need safetensors: pip install safetensors", ImportError)
     from safetensors import SafetensorError, safe_open
     folder = Path(folder)
-    shards, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
-    if index.exists() and not shards[0].exists():
-        shards = sorted({folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-    for path in (folder / "config.json", folder / "tokenizer.json", *shards):
-        _require(path.exists() and path.stat().st_size > 200, f"{path} is missing, or not yet fetched by git-lfs")
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()}
-    tokenizer = read_tokenizer(texts["tokenizer.json"])
-    with torch.device(device):
-        model = GPT(_read_config(texts, tokenizer.n_vocab)).to(dtype)
-    model.files, views = texts, folder_tensors(model)
-    for path in shards:
-        try:
-            file = safe_open(path, framework="pt")
-        except SafetensorError as error:                                # such as a download that was cut off
-            raise ValueError(f"{path}: {error}") from error
-        for name in file.keys():
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.lm_head is None:
-                continue                                                # computed here, or the same as the embedding
-            _require(name in views, f"{path}: tensor {name} has no place in this model")
-            tensor, view = file.get_tensor(name), views.pop(name)
-            _require(tensor.shape == view.shape, f"{path}: {name} is {[*tensor.shape]}, not {[*view.shape]}")
-            view.copy_(tensor)
-    _require(not views, f"{folder}: tensor {min(views, default=None)} is missing")
+    try:
+        shards, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
+        if index.exists() and not shards[0].exists():
+            shards = sorted({folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        for path in (folder / "config.json", folder / "tokenizer.json", *shards):
+            _require(path.exists() and path.stat().st_size > 200, f"{path} is missing, or not yet fetched by git-lfs")
+        texts = {name: (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()}
+        tokenizer = read_tokenizer(texts["tokenizer.json"])
+        with torch.device(device):
+            model = GPT(_read_config(texts, tokenizer.n_vocab)).to(dtype)
+        model.files, views = texts, folder_tensors(model)
+        for path in shards:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and model.lm_head is None:
+                        continue                                    # computed here, or the same as the embedding
+                    _require(name in views, f"{path}: tensor {name} has no place in this model")
+                    tensor, view = file.get_tensor(name), views.pop(name)
+                    _require(tensor.shape == view.shape, f"{path}: {name} is {[*tensor.shape]}, not {[*view.shape]}")
+                    view.copy_(tensor)
+        _require(not views, f"{folder}: tensor {min(views, default=None)} is missing")
+    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path if type(error) is SafetensorError else folder}: cannot be read, {error!r}") from error
     return model, tokenizer
 
 
@@ -268,7 +268,7 @@ def _read_config(texts, tokens):
           "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
           "num_key_value_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
           "rope_scaling": rope | {"rope_type": "llama3"} if c["rope_type"] == "llama3" else None,
-          "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,)}
+          "eos_token_ids": tuple(map(int, eos)) if isinstance(eos, list) else (int(eos),)}
     return GPTConfig(**{field.name: c[field.name] for field in fields(GPTConfig)})
 
 

@@ -72,7 +72,7 @@ class Config:
     loss: str = option("grpo", "objective; dapo samples until no group is dead", "grpo", "dapo", "dr_grpo")
     clip_low: float = option(0.2, "lower clip of the ratio", 0.0, 1)
     clip_high: float = option(0.28, "upper clip of the ratio", 0.0, math.inf)
-    beta: float = option(0.0, "weight of the KL term towards the model at the start", 0.0, math.inf)
+    beta: float = option(0.0, "weight of the KL term towards the model at the start", 0.0, 1000)
     prompts: int = option(16, "prompts per step", 1, math.inf)
     group_size: int = option(8, "answers per prompt", 2, math.inf)
     steps: int = option(60, "steps of reinforcement", 1, math.inf)
@@ -83,7 +83,7 @@ class Config:
     temperature: float = option(1.0, "sampling temperature", 0.01, 100)
     top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", 1e-6, 1)
     max_new_tokens: int = option(96, "longest answer, in tokens", 1, math.inf)
-    seed: tuple = option((0,), "random seed; several compare", 0, math.inf)
+    seed: tuple = option((0,), "random seed; several compare", 0, 2 ** 32 - 1)
     device: str = option("auto", "where to compute", *dict.fromkeys(("auto", "cpu", ACCELERATOR)))
     dtype: str = option("auto", "of matrix products; weights stay float32", "auto", "float32", "bfloat16")
     compile: bool = option(False, "run decoding and training through torch.compile")
@@ -110,8 +110,8 @@ class Config:
                 valid = ()
             require(f.name, valid and len({*valid}) == len(given), f.metadata["allowed"] + (f.type is tuple) * ", once")
             setattr(self, f.name, valid if f.type is tuple else valid[0])
-        for name in ("data", "eval_data", "model"):
-            require(name, os.path.exists(getattr(self, name) or "."), "a file or folder that exists")
+        for name, is_there in (("data", os.path.isfile), ("eval_data", os.path.isfile), ("model", os.path.isdir)):
+            require(name, not (at := getattr(self, name)) or is_there(at), "a file that exists, a folder for --model")
         require("data", bool(self.data) == bool(self.eval_data), "a file together with --eval_data, or neither")
         require("inner_batches", self.prompts % self.inner_batches == 0, "a divisor of --prompts")
         require("epochs", self.epochs == 1 or self.loss != "dapo", "1 with dapo, which samples afresh for each pass")
@@ -467,8 +467,7 @@ def compare(config):
     write_table(Path(config.out) / "summary.csv", [*lines[0]], lines)
     say("\nheld-out problems " + "".join(f"{name[5:]:>17}" for name in columns(config)[-3:]))
     for label, name, when in (("before", config.select[0], 0), *((name, name, -1) for name in config.select)):
-        rows = [run[when] for run in curves[name]]      # before, all selections of a seed are the same: one will do
-        cells = [[row[name] for row in rows] for name in columns(config)[-3:]]
+        cells = [[run[when][cell] for run in curves[name]] for cell in columns(config)[-3:]]  # before: one name will do
         say(f"{label:18}" + "".join(f"{mean(c):.3f}{f' +- {stdev(c):.3f}' if c[1:] else ''}".rjust(17) for c in cells))
     try:
         from assets.pictures import draw_run        # curves.png and tokens.html
@@ -507,7 +506,8 @@ def main(arguments=None):
     try:
         compare(config := parse(arguments))
     except KeyboardInterrupt as error:
-        print(f"train.py: interrupted{error}; python train.py --resume --out {config.out} goes on", file=sys.stderr)
+        goes_on = f"; python train.py --resume --out {config.out} goes on" * os.path.exists(f"{config.out}/config.json")
+        print(f"train.py: interrupted{error}{goes_on}", file=sys.stderr)
         return 130
     except (ValueError, OSError, FloatingPointError, ImportError, torch.OutOfMemoryError,
             torch._dynamo.exc.BackendCompilerFailed) as error:      # --compile without a C++ compiler: its text is long

@@ -17,6 +17,7 @@ import random
 import re
 import signal
 from collections import deque, namedtuple
+from decimal import Decimal
 from fractions import Fraction
 
 DOMAINS = ("math", "code", "logic")
@@ -131,13 +132,11 @@ def make_problems(domain, level, n, seed, held_out=False):
         raise ValueError(f"no {domain} level {level}: choose from {', '.join(DOMAINS)}, {LEVELS[0]} to {LEVELS[-1]}")
     generate = {"math": _math_problem, "code": _code_problem, "logic": _logic_problem}[domain]
     shapes = _shapes(domain, level)
-    total = sum(count for _, count in shapes)
     rng = random.Random(f"{domain} {level} {seed}")  # a text seeds alike in every process; hash() would not
     seen, problems = set(), []
     while len(problems) < n:
-        if len(seen) == total:
-            side = "held-out" if held_out else "training"
-            hint = " (--eval_problems)" if held_out else ""
+        if len(seen) == sum(count for _, count in shapes):
+            side, hint = ("held-out", " (--eval_problems)") if held_out else ("training", "")
             raise ValueError(f"{domain} level {level} has {len(problems)} {side} problems, {n} were asked for{hint}")
         shape, count = rng.choice(shapes)
         number = rng.randrange(count)
@@ -182,15 +181,19 @@ def extract_answer(text):
     return re.split(line_end, inside.strip(), maxsplit=1)[0].strip() or None
 
 
+_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # with braces in it, too
 _DRESS = [(re.compile(pattern), plain) for pattern, plain in (
     (r"[\u2212\u2013]", "-"),  # the Unicode minus, and the dash often typed for it
-    (r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r" \1\2/\3\4"),
+    (rf"\\[dtc]?frac\s*(?:{_BRACED}|([0-9]))\s*(?:{_BRACED}|([0-9]))", r" {\1\2}/{\3\4} "),
     (r"(?<=[0-9])(?:(?:\\!)?,?\\[,!]|\{,\})(?=[0-9]{3})", ","),  # 1\,000 and 1{,}000 are 1,000
+    (rf"\\(?:(?:text|math)(?:bf|it|rm)?|mbox|boxed)\s*{_BRACED}", r" \1"),
     (r"\^\{?\\circ\}?|\\(?:(?:text|math)(?:bf|it|rm)?|mbox|boxed|left|right|q?quad)(?![A-Za-z])|\\[][(),;:! ]|~", " "),
-    (r"\\(?=[%$])|[{}]", ""),
+    (r"\\(?=[%$])|(?<=\b[APap])\.(?=\s?[Mm]\b)", ""),  # 5 p.m. is 5 pm
     (r"(?<=[0-9])M(?![A-Za-z])", " million"),  # a lower-case m is metres or minutes
     (r"\*\*|[$\u20ac\u00a3\u00a5`\"]", " "),  # a space, so that nothing is joined across them
 )]
+# Braces that change nothing: those of a letter or a number, as in x^{2}, and of a numerator that is a product
+_GROUPS = [*map(re.compile, (r"\{(-?[0-9]+|[a-z]|\\[a-z]+)\}(?!\s*[0-9])", r"(?:^|(?<![\^_])\s)\{([^{}+-]*)\}(?=/)"))]
 _PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"  # 1,250.5 or 29. or .5
 _WORD, _REMARK = r"[a-z\u00df-\u00f6]+", r"(?:[a-z\u00df-\u00f6\s%\u00b0.,;!'()/-]|(?<=[ckm]m|ft|in)\^[23])*"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:([0-9]+)\s+(?=[0-9]+\s*/))?({_PLAIN})(?:\s*/\s*({_PLAIN}))?({_REMARK})")
@@ -198,8 +201,9 @@ _JOINED_UNITS = set("c f cm mm m km kg g mg l ml ft in lb lbs oz s h hr min mph"
 # Words that make a number another one, or an answer one of several; so does any lone letter that is no unit
 _HEDGES = set("""or and to not nor no yes true false but vs either neither between maybe minus plus times over than half
     pi squared cubed factorial negative bn mil dozen hundred thousand million billion trillion zero one two three four
-    five six seven eight nine ten eleven twelve dozens hundreds thousands millions billions trillions halves thirds
-    fifths tenths twelfths hundredths am pm b d e i j k n o p q r t u v w x y z""".split())  # quarters may be coins
+    five six seven eight nine ten eleven twelve tens dozens hundreds thousands millions billions trillions halves third
+    fourth fifth sixth seventh eighth ninth tenth twelfth hundredth thousandth thirds fourths fifths sixths sevenths
+    eighths ninths tenths twelfths hundredths thousandths am pm b d e i j k n o p q r t u v w x y z""".split())
 _CHOICE = re.compile(r"\(?([a-e]|yes|no|true|false)(?:[).,:]+(.*))?", re.DOTALL)  # B or (B) or B. or B) Cy
 
 
@@ -225,17 +229,20 @@ def _read(text):
     text = text.casefold().strip(" \t\r\n*'_").rstrip(" .,;:!?*'_")
     text = re.sub(r"^(?:(?:option|choice)\s+|(?:[a-z]\s*)?=\s*)", "", text)  # x = 73
     text = re.sub(r"^\(([^()]*)\)$", r"\1", text)  # (73)
+    plain = re.sub("[{}]", "", text).strip()
     try:
         for separator in ":,":  # a number alone, a time or ratio; then a pair or more
-            numbers = [_read_number(part.strip()) for part in text.split(separator)]
+            numbers = [_read_number(part.strip()) for part in plain.split(separator)]
             if None not in numbers:
                 return separator, *numbers
     except ZeroDivisionError:
         return None
-    choice = _CHOICE.fullmatch(text)
+    choice = _CHOICE.fullmatch(plain)
     if choice and not (_HEDGES | set("ac")) & set(re.findall(_WORD, choice[2] or "")):
         return "choice", choice[1]
-    return ("text", "".join(text.split())) if text else None
+    for pattern in _GROUPS:  # what other braces hold stays together: 2^{n+1} is not 2^{n}+1
+        text = pattern.sub(r"\1", text)
+    return ("text", "".join(text.split()).translate({ord("{"): "(", ord("}"): ")"})) if plain else None
 
 
 def answers_match(answer, gold):
@@ -279,7 +286,7 @@ def _problem_from(record):
     texts = []
     for name, other in (("question", "problem"), ("solution", "answer"), ("answer", "solution")):
         text = record.get(other) if record.get(name) is None else record[name]
-        text = str(text) if type(text) in (int, float) else text
+        text = format(Decimal(repr(text)), "f") if type(text) in (int, float) and abs(text) < math.inf else text
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'no text under "{name}" or "{other}"')
         texts.append(text.strip())

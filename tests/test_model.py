@@ -600,6 +600,28 @@ def test_a_download_that_was_cut_off_is_one_line(tmp_path, share):
     assert "\n" not in str(error.value)
 
 
+DAMAGE = [
+    ("config.json", lambda text: text[:250], "JSONDecodeError"), ("config.json", lambda text: f"[{text}]", "Error"),
+    ("tokenizer.json", lambda text: text[:500], "JSONDecodeError"),
+    ("tokenizer.json", lambda text: text.replace('"merges"', '"marges"'), "merges"),
+    ("tokenizer.json", lambda text: text.replace('"vocab"', '"words"'), "vocab"),
+    ("tokenizer.json", lambda text: text.replace('"merges": []', '"merges": ["\\u0100 \\u0101"]'), "KeyError"),
+    ("config.json", lambda text: text.replace('"rope_scaling": null', '"rope_scaling": {"rope_type": "llama3"}'),
+     "original_max"),
+    ("generation_config.json", lambda text: '{"eos_token_id": "</s>"}', "</s>")]
+
+
+@pytest.mark.parametrize("name, spoil, told", DAMAGE)
+def test_damaged_texts_of_a_folder_are_one_line(tmp_path, name, spoil, told):
+    saved(TINY, tmp_path)
+    text = (tmp_path / name).read_text()
+    assert spoil(text) != text
+    (tmp_path / name).write_text(spoil(text))
+    with pytest.raises(ValueError, match=told) as error:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_harmless_tensors_are_skipped(tmp_path):
     model = saved(TINY, tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),

@@ -529,6 +529,8 @@ BAD = [  # arguments, what the line has to say
     (["--seed", 0, 0], "once"), (["--select", "gmts", "all", "gmts"], "once"),
     (["--steps", 0], "--steps 0: "), (["--epochs", 0], "--epochs 0: "), (["--inner_batches", 3], "--inner_batches 3: "),
     (["--lr", 0], "--lr 0: "), (["--lr", "inf"], "--lr inf: "), (["--lr", "-1e-3"], "--lr"), (["--beta", -0.1], "--beta"),
+    (["--beta", "inf"], "--beta inf: "), (["--seed", 2 ** 64], "from 0 to 4294967295"),
+    (["--data", ".", "--eval_data", "fine.jsonl"], "--data .: "), (["--model", "fine.jsonl"], "--model fine.jsonl: "),
     (["--beta", "nan"], "--beta nan: "), (["--clip_low", 1.5], "--clip_low 1.5: "), (["--clip_high", -1], "--clip_high -1: "),
     (["--temperature", 0], "--temperature 0: "), (["--top_p", 0], "--top_p 0: "), (["--top_p", 1.01], "--top_p 1.01: "),
     (["--max_new_tokens", 0], "--max_new_tokens 0: "), (["--max_new_tokens", 160], "--max_new_tokens 160: "),
@@ -713,6 +715,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, tried):
     state = train.read_checkpoint(tmp_path / "run/checkpoint.pt")
     assert f"after step {state['step']}, which is saved" in error and len(state["rows"]) == state["step"] + 1 > 3
     tried["interrupts survived"] += 1
+
+
+def test_ctrl_c_before_there_is_a_run_promises_nothing(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(train, "prepare", lambda config: signal.raise_signal(signal.SIGINT))
+    assert cli("--steps", 1) == 130
+    assert capsys.readouterr().err == "train.py: interrupted\n" and not Path("out").exists()
 
 
 def test_ctrl_c_in_the_warm_up_leaves_nothing_half_done(tiny, monkeypatch, capsys):

@@ -345,6 +345,11 @@ EQUAL = [
     ("0,1", "(0, 1)"), ("(2, -3)", "(2,-3)"), ("(1/2, 3)", "(0.5, 3)"), ("5, 6, 7", "5,6,7"), ("4:30", "4:30"),
     ("4 : 30", "4:30"), ("4:30 pm", "4:30 PM"), ("2:3", "2 : 3"), (r"\sqrt{2}", r"\sqrt{2}"), (r"2\pi", r"2 \pi"),
     ("x^2+1", "x^2 + 1"), ("[0,1]", "[0, 1]"), ("5 or 6", "5 or 6"), ("10^{99}", "10^{99}"), (r"\{1,2\}", r"\{1, 2\}"),
+    ("y^{3}", "y^3"), ("3^{12}", "3^12"), ("3^{k-2}", "3^(k-2)"), (r"\frac{y}{3}", "y/3"), (r"\frac{5y}{3}", "5y/3"),
+    (r"-\frac{y}{3}", "-y/3"), (r"\dfrac{\pi}{3}", r"\frac{\pi}{3}"), (r"\frac{\pi}{3}", r"\pi/3"),
+    (r"\frac{y-1}{3}", "(y-1)/3"), (r"\frac{3}{y-1}", "3/(y-1)"), (r"\frac{\sqrt{5}}{3}", r"\dfrac{\sqrt5}{3}"),
+    (r"\mathbf{y^{3}}", "y^3"), (r"\frac{3}{5}\text{ cup}", "0.6"), (r"\frac{1}{4}\%", "0.25%"), ("{58}", "58"),
+    (r"\left(\frac{3}{5}, 2\right)", "(0.6, 2)"), ("4 P.M.", "4 pm"), ("5 quarters", "5"),
 ]
 DIFFERENT = [
     # several candidates, denials
@@ -381,6 +386,16 @@ DIFFERENT = [
     ("(1,2)", "(2,1)"), ("(1,2)", "(1,2,3)"), ("[0,1]", "(0,1)"), ("4:30", "4.5"), ("4:30", "4"), ("4:30", "30"),
     ("4:30", "4:31"), ("2:3", "2/3"), ("2:3", "3:2"), ("2:3", "2,3"), ("4:30 am", "4:30 pm"), ("5", "(5, 5)"),
     ("10^{99}", "10^{98}"), ("1/2^{99}", "1/2^{98}"), (r"\sqrt{2}", r"\sqrt{3}"), ("5", "5 or 6"),
+    # what braces and fraction bars hold together
+    (r"y-\frac{3}{5}", r"\frac{y-3}{5}"), (r"\frac{2}{n}-1", r"\frac{2}{n-1}"), (r"\frac{4}{5}y", r"\frac{4}{5y}"),
+    (r"\frac{2-\pi}{3}", r"2-\frac{\pi}{3}"), ("3^{k}-2", "3^{k-2}"), (r"\sqrt{y}-1", r"\sqrt{y-1}"),
+    ("c^{3}y", "c^{3y}"), ("b_{2}0", "b_{20}"), ("3^{2}0", "3^{20}"), (r"\frac{1}{4}7", "1/47"),
+    (r"\frac{1}{4}7", "7/4"),
+    (r"\frac{y}{4}7", r"\frac{y}{47}"), ("y^{a}b/2", "y^{ab}/2"), (r"\frac{\frac{1}{3}}{4}", r"\frac{1}{\frac{3}{4}}"),
+    (r"\frac{y}{2}+1", r"\frac{y}{2+1}"), (r"x^{\frac{1}{2}}", r"\frac{x^{1}}{2}"),
+    # ordinals, tens, hours
+    ("2 fourths", "2"), ("7 ninth", "7"), ("3 tens", "3"), ("6 thousandths", "6"), ("4 p.m.", "4"),
+    ("4 p.m.", "4 a.m."),
 ]
 
 
@@ -527,6 +542,8 @@ LOADED = [
     ({"question": "Bare?", "answer": "Paris"}, Problem("Bare?", "#### Paris", "Paris")),
     ({"question": "Number?", "answer": 42}, Problem("Number?", "#### 42", "42")),
     ({"question": "Number?", "answer": -2.5}, Problem("Number?", "#### -2.5", "-2.5")),
+    ({"question": "Small?", "answer": 2e-7}, Problem("Small?", "#### 0.0000002", "0.0000002")),
+    ({"question": "Large?", "answer": 3e16}, Problem("Large?", "#### 30000000000000000", "30000000000000000")),
     ({"question": "Boxed?", "answer": r"\boxed{3}"}, Problem("Boxed?", r"\boxed{3}", "3")),
     ({"question": " H\u00f6he? ", "answer": " 3 m ", "note": None}, Problem("H\u00f6he?", "#### 3 m", "3 m")),
 ]
@@ -544,6 +561,7 @@ REFUSED = [
     (b"null", "not a JSON object"), (b"{}", "question"), (b'{"question": "q"}', "answer"),
     (b'{"answer": "4"}', "question"), (b'{"question": "", "answer": "4"}', "question"),
     (b'{"question": "q", "answer": ""}', "answer"), (b'{"question": "q", "answer": "  "}', "answer"),
+    (b'{"question": "q", "answer": NaN}', "answer"), (b'{"question": "q", "answer": -Infinity}', "answer"),
     (b'{"question": "q", "answer": true}', "answer"), (b'{"question": "q", "answer": null}', "answer"),
     (b'{"question": "q", "answer": ["4"]}', "answer"), (b'{"question": ["q"], "answer": "4"}', "question"),
     (b'{"question": "q", "answer": {"a": 4}}', "answer"), (b'{"question": null, "answer": "4"}', "question"),
