@@ -241,16 +241,15 @@ def norm_correlation(scores, norms, chosen, group_size=None):
     return bootstrap(rho, lambda drawn: float(torch.tensor(drawn).nanmean())) if rho else (float("nan"),) * 3
 
 
-def update_cosines(model, tokens, live, omega, kept, temperature=1.0):
-    """{name: cosine} of the update from the tokens of kept {name: (B, T)} with the update from all live tokens."""
+def update_cosines(model, tokens, live, weight, kept, temperature=1.0):
+    """{name: cosine} of the updates from kept {name: (B, T)} and all tokens; weight (B, T) is omega x loss weight."""
     row, column = live.nonzero(as_tuple=True)                                       # (N,) each
     logits = model.logits(model(tokens)[row, column - 1])                           # (N, V)
-    logprob, weights = token_stats(logits / temperature, tokens[row, column])[0], list(model.parameters())
+    logprob, parameters = token_stats(logits / temperature, tokens[row, column])[0], list(model.parameters())
 
     def update(mask):
-        """The gradient (parameters,) of the masked tokens; in doubles: over 10^8 weights fp32 gave cosines of 1.03."""
-        total = (logprob * (omega * mask)[row, column]).sum()
-        return torch.cat([g.flatten() for g in torch.autograd.grad(total, weights, retain_graph=True)]).double()
+        total = (logprob * (weight * mask)[row, column]).sum()      # doubles: fp32 gave 1.03 with 10^8 parameters
+        return torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters, retain_graph=True)]).double()
 
     whole = update(live)
     return {name: float(torch.cosine_similarity(update(mask), whole, dim=0)) for name, mask in kept.items()}
@@ -299,7 +298,8 @@ def report(run):
           "the true norm in the top 5%, 20%; cosine of the top 20%'s update with that of all tokens; which percentage\n"
           "of its top 10/20/50% another score keeps too\n" + " " * 10 + "".join(
               [f"{title:8}" for title in ("wrong", "dead", "5%", "20%", "cosine")] + [f"{name:13}" for name in scores]))
-    cosines = update_cosines(run.model, rollout.tokens, live, omega, kept[0.2], run.config.temperature)
+    weight = omega * loss_weights(sampled, sampled, "answer" if run.config.loss == "grpo" else "live")      # (B, T)
+    cosines = update_cosines(run.model, rollout.tokens, live, weight, kept[0.2], run.config.temperature)
     for name, mask in batch.items():
         numbers = [(mask & wrong).sum() / mask.sum(), (mask & dead).sum() / mask.sum(),
                    *((norms * kept[p][name]).sum() / norms.sum() for p in (0.05, 0.2)), cosines[name]]

@@ -412,8 +412,8 @@ def first_batch(run):
     for name in NAMES:
         scores = gmts.token_scores(name, rollout.entropy, omega, rollout.logit_grad_norm, draw)     # (B, T)
         kept |= {(name, keep): gmts.select_tokens(scores, live, keep) for keep in KEEPS}
-    some = A != 0                                                   # dead groups add nothing to an update
-    cosines = gmts.update_cosines(run.model, rollout.tokens[some], live[some], omega[some],
+    some, weight = A != 0, omega * gmts.loss_weights(live, live, "answer")      # dead groups add nothing to an update
+    cosines = gmts.update_cosines(run.model, rollout.tokens[some], live[some], weight[some],
                                   {choice: mask[some] for choice, mask in kept.items()}, run.config.temperature)
     return rollout, kept, {choice: [cosines[choice], *(float((mask & side).sum() / mask.sum())
                                                        for side in ((A == 0)[:, None], right, first)),

@@ -108,6 +108,29 @@ def test_another_start_or_another_evaluation_is_not_mistaken_for_a_remembered_on
     assert [count(), count()] == [5, 5]
 
 
+@pytest.mark.parametrize("name", ["gmts", "entropy"])
+def test_the_cosines_are_those_of_the_updates_that_a_run_makes(study, monkeypatch, name):
+    tiny_run.shrink(monkeypatch.setattr, monkeypatch.setitem)
+    monkeypatch.setitem(gmts.SELECTIONS, "norm", lambda entropy, omega, norm: norm)
+    gradients = {}
+
+    def begin(select):
+        run = train.prepare(train.Config(select=(select,), keep=0.1, prompts=6, group_size=4, max_new_tokens=40,
+                                         clip_grad=0.0))
+        for p in run.model.parameters():
+            p.data *= 3                                             # surer than random weights: some answers end early
+        monkeypatch.setattr(run.optimizer, "step", lambda: gradients.update({select: torch.cat(
+            [p.grad.flatten() for p in run.model.parameters()]).double()}))
+        return run
+
+    for select in ("all", name):
+        train.reinforce(begin(select))
+    rollout, _, found = study.first_batch(begin("all"))
+    lengths = rollout.answer_mask.sum(dim=1)
+    assert lengths.max() > 2 * lengths.min()                        # else every token would weigh alike
+    assert found[name, 0.1][0] == pytest.approx(float(torch.cosine_similarity(*gradients.values(), dim=0)), abs=1e-5)
+
+
 def test_surprise_stands_in_the_place_of_the_norm_in_the_rollout_and_in_the_scoring(study, monkeypatch):
     monkeypatch.setattr(rollout, "token_stats", rollout.token_stats)
     study.surprise_for_norm()
@@ -174,7 +197,8 @@ def test_every_committed_row_is_in_the_plan_and_holds_numbers(study, tried):
     starts = {}
     for r in table:
         starts.setdefault((r["domain"], r["size"], r["seed"]), set()).add((r["torch"], r["cpu"], r["start_avg"]))
-        assert all(0 <= float(r[n]) <= 1 for n in ("start_greedy", "start_avg", "final_greedy", "final_avg", "mean_reward"))
+        assert all(0 <= float(r[name]) <= 1
+                   for name in ("start_greedy", "start_avg", "final_greedy", "final_avg", "mean_reward"))
         tried["rows of the study read"] += 1
     assert all(len(start) == 1 for start in starts.values())            # all arms of a seed began from one policy
 
