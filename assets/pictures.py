@@ -238,7 +238,7 @@ def draw_run(folder):
     else:
         train.say("no curves.png: pip install matplotlib")
     if (folder / "checkpoint.pt").exists():
-        if (folder / "checkpoint.pt").stat().st_size < 1.2e8:               # 10 million weights with AdamW's state
+        if (folder / "checkpoint.pt").stat().st_size < 3e7:                 # 2.5 million weights with AdamW's state
             tokens(folder / "tokens.html", train.load_run(folder))
         else:           # the exact norms need a copy of the text before it for every token
             train.say("no tokens.html of so large a model, as it takes long: "

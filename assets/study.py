@@ -7,7 +7,7 @@
 
 WORDs choose runs by part, domain and size; all have to fit.  All arms of a seed share the warm-up, the problem order,
 the sampling seed and the divisor.  One process per core with one thread each.  A row gives the same numbers again with
-the same torch on the same kind of CPU; those of `run --any_x86` do so on Intel's and AMD's alike, and take longer.
+the same torch on the same kind of CPU; those of `run --any_x86` on Intel's and AMD's alike (with AVX2), for more time.
 """
 import argparse
 import csv
@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -39,10 +38,10 @@ import train
 
 TABLE = ROOT / "assets" / "study.csv"
 # A sum is rounded as the CPU's own instructions add it up; with these settings, Intel's and AMD's do it alike.  A step
-# then takes half as long again, a warm-up five times as long.  They count from the start of a process: workers get them.
+# then takes half as long again, a warm-up five times as long.  They count from a process's start: workers get them.
 ANY_X86 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-CPU = torch.backends.cpu.get_cpu_capability()
-if ANY_X86.items() <= os.environ.items() and platform.machine() in ("x86_64", "AMD64"):
+CPU = torch.backends.cpu.get_cpu_capability()                       # AVX2, AVX512, ..., as ANY_X86 may limit it
+if ANY_X86.items() <= os.environ.items() and CPU == "AVX2":
     CPU = "any x86"
 train.WARMUP_FOLDER = Path("out", f"warmup-study-{CPU.replace(' ', '-')}")     # train.py's own has other threads
 COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
@@ -286,13 +285,13 @@ def again(number):
     changed = [n for n in FIELDS if n not in ("minutes", "commit", "torch", "cpu") and old[n] != str(new.get(n, ""))]
     print(f"row {number}, {arm}: " + (f"differs in {', '.join(changed)}" if changed else "the same numbers again"))
     if changed and (old["torch"], old["cpu"]) != (new["torch"], new["cpu"]):
-        print(f"It was run with torch {old['torch']} on {old['cpu']}, and now with torch {new['torch']} on {new['cpu']}, "
-              "which round differently.")
+        print("They round differently: it was run with torch {torch} on {cpu},".format_map(old),
+              "and now with torch {torch} on {cpu}".format_map(new))
     return bool(changed)
 
 
 def interval(values, resamples=4000):
-    """Mean of values and its 95% interval, by drawing seeds with replacement; few seeds make it too narrow."""
+    """Mean of values and its 95% interval, by drawing seeds with replacement: too narrow for few, with 3 their range."""
     values = np.array(values)
     draws = values[np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))].mean(axis=1)
     return values.mean(), *np.quantile(draws, (0.025, 0.975))
@@ -361,8 +360,8 @@ def report():
                   + "|---" * (len(domains) + 3) + "|")
             for arm, runs in arms.items():
                 pooled = gaps(runs, arms[other])
-                if arm != other and pooled:     # 2.8: a two-sided test at 5% that finds the point with 80% power
-                    needed = math.ceil((2.8 * np.std(pooled, ddof=1)) ** 2) if pooled[2:] else ""
+                if arm != other and pooled:     # a two-sided test at 5%, 80% power; + 2: the spread is an estimate
+                    needed = math.ceil((2.8 * np.std(pooled, ddof=1)) ** 2 + 2) if pooled[2:] else ""
                     print(f"| {arm} | " + " | ".join([*(cell(gaps(runs, arms[other], d)) for d in domains),
                                                      cell(pooled), str(needed)]) + " |")
     draw(table)
@@ -482,7 +481,7 @@ def main():
     parser.add_argument("names", nargs="*", help="words that choose what to run, or the row to run again")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
-    parser.add_argument("--any_x86", action="store_true", help="run so that every x86 CPU gives the same numbers")
+    parser.add_argument("--any_x86", action="store_true", help="so that every x86 CPU with AVX2 gives the same numbers")
     arguments, flags = parser.parse_known_args()
     if flags and arguments.what != "why":
         parser.error(f"unknown: {' '.join(flags)}")
