@@ -332,11 +332,38 @@ def cell(differences):
     return f"{mean:+.1f}{between}"
 
 
+def overview(table):
+    """The README's two tables, as lines: the loss against all tokens by share kept, over the domains; and avg@16 in the
+    other settings, over the seeds that all arms of a line have."""
+    shown, found = ("exact", "gmts", "entropy", "random"), settings(table)
+    lines = ["| tokens kept | " + " | ".join(shown) + " | seeds |", "|---" * 6 + "|"]
+    for keep in ("0.5", "0.2", "0.1", "0.05", "0.02"):
+        if arms := found.get(("main" if keep == "0.2" else "keep", "tiny", "grpo", "0.0003", keep, "batch")):
+            differences = [gaps(arms.get(arm, {}), arms["all"]) for arm in shown]
+            lines.append(f"| {float(keep):.0%} | " + " | ".join(map(cell, differences))
+                         + f" | {max(map(len, differences))} |")
+    lines += ["", "| setting | domain | all | " + " | ".join(shown) + " | seeds |", "|---" * 8 + "|"]
+    for (part, size, _, lr, keep, scope), arms in found.items():
+        what = {"lr": f"learning rate {lr}", "small": "1M parameters", "base": "5M parameters", "scope": f"of each {scope}",
+                "bottom": "the lowest", "small groups": "32 groups of 4", "random reward": "a coin for a reward"}
+        for domain in train.DOMAINS if part not in ("main", "keep") else ():
+            places = [{at for at in runs if at[0] == domain and at in arms["all"]
+                       and runs[at]["start_avg"] == arms["all"][at]["start_avg"]} for runs in arms.values()]
+            common = set.intersection(*filter(None, places)) if any(places[1:]) else ()
+            means = [f"{np.mean([float(arms[arm][at]['final_avg']) for at in common]):.3f}"[1:]
+                     if common and arms.get(arm, {}).keys() >= common else "" for arm in ("all", *shown)]
+            if common:
+                lines.append(f"| {float(keep):.0%}, {what.get(part, part)} | {domain} | " + " | ".join(means)
+                             + f" | {len(common)} |")
+    return lines
+
+
 def report():
     """Print Markdown tables: accuracy of each arm, then its paired differences to entropy and to all; draw a figure."""
     if not (table := read_table()):
         sys.exit(f"{TABLE} has no rows yet: python assets/study.py run")
-    print("Differences: points of avg@16, [95% interval over seeds], seeds of that sign / seeds.")
+    print("\n".join(overview(table)))
+    print("\nDifferences: points of avg@16, [95% interval over seeds], seeds of that sign / seeds.")
     for name, arms in settings(table).items():
         part, size, loss, lr, keep, scope = name
         domains = sorted({d for runs in list(arms.values())[1:] for d, _ in runs}, key=[*train.DOMAINS].index)
@@ -419,11 +446,11 @@ def first_batch(run):
                                     float(-rollout.logprobs[mask].mean())] for choice, mask in kept.items()}
 
 
-def why(flags, seeds=5):
-    """What each score would keep of the policy that all runs of a domain and seed start from; or with flags of train.py
+def why(flags, seeds=range(5, 8)):
+    """What each score would keep of the policies that runs of three seeds a domain start from; or with flags of train.py
     of the policy that such a run starts from, a pretrained one with --model."""
     configs = [train.parse(flags)] if flags else [train.Config(domain=domain, seed=(seed,), prompts=32)
-                                                  for domain in train.DOMAINS for seed in range(seeds)]
+                                                  for domain in train.DOMAINS for seed in seeds]
     found, example = {}, None
     for config in configs:
         run = train.prepare(config)

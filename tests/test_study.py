@@ -203,6 +203,22 @@ def test_every_committed_row_is_in_the_plan_and_holds_numbers(study, tried):
     assert all(len(start) == 1 for start in starts.values())            # all arms of a seed began from one policy
 
 
+def test_the_readme_has_the_tables_of_the_study(study):
+    readme = (study.ROOT / "README.md").read_text(encoding="utf-8")
+    lines = study.overview(study.read_table())
+    assert sum(line.startswith("| ") for line in lines) > 15
+    assert not [line for line in lines if line not in readme]
+
+
+def test_the_overview_compares_the_seeds_that_all_arms_have(study):
+    table = [row("all", 0, 0.7), row("gmts", 0, 0.5), row("all", 1, 0.8), row("gmts", 1, 0.7), row("gmts", 2, 0.1),
+             *(row(arm, seed, avg, part="scope", scope="group") for arm, seed, avg in
+               (("gmts", 0, 0.4), ("gmts", 1, 0.6), ("entropy", 1, 0.2)))]
+    lines = study.overview(table)
+    assert "| 20% |  | -15.0 [-20.0, -10.0], 2/2 |  |  | 2 |" in lines
+    assert "| 20%, of each group | math | .800 |  | .600 | .200 |  | 1 |" in lines
+
+
 def test_report_draws_the_figure_from_the_table_alone(study, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     lines = study.TABLE.read_text(encoding="utf-8")
