@@ -41,7 +41,7 @@ FORMAT = 1                          # of checkpoint.pt; a file of another format
 MAY_CHANGE = {"steps", "device", "out", "resume"}               # of a configuration, when a run goes on
 COUNTERS = ("step", "position", "rows", "samples", "warned")    # of a Run, kept in checkpoint.pt
 GENERATORS = ("sampler", "selector")                            # the one draws answers, the other the "random" scores
-WARMUP_FOLDER, WARMUP_BATCH, WARMUP_LR = Path("out/warmup"), 16, 3e-3
+WARMUP_FOLDER, WARMUP_BATCH, WARMUP_LR = Path("out/warmup"), 16, {"tiny": 3e-3, "small": 3e-3, "base": 1e-3}
 TRAIN_PROBLEMS = 400                # per level; a run starts over when it has seen them all
 MAX_ROUNDS = 5                      # how often dapo samples anew in search of live groups
 ACCELERATOR = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
@@ -252,11 +252,11 @@ def warm_up(run):
                                             for p in make_problems(c.domain, level, n, c.seed[0])]
     eos, encode = [model.config.eos_token_ids[0]], run.tokenizer.encode_ordinary
     rows = [(run.encode(p.question), encode(p.solution) + eos, encode(f"#### {p.answer}") + eos) for p in problems]
-    recipe = hashlib.sha256(repr((model.config, task, rows, c.dtype)).encode()).hexdigest()[:8]   # other: other weights
+    recipe = hashlib.sha256(repr((model.config, task, rows, c.dtype, WARMUP_LR[c.size])).encode()).hexdigest()[:8]
     path = WARMUP_FOLDER / f"{Path(c.data).stem or c.domain}-{c.size}-{c.seed[0]}-{recipe}.pt"
     if path.exists():
         return model.load_state_dict(read_checkpoint(path)["model"])
-    optimizer = torch.optim.AdamW(model.parameters(), WARMUP_LR, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), WARMUP_LR[c.size], betas=(0.9, 0.95), weight_decay=0.01)
     for step in tqdm(range(task.warmup_steps), "warm-up", disable=None):
         bare = 0.75 * (step >= 0.8 * task.warmup_steps)
         window = [(prompt + (short if order.random() < bare else worked), len(prompt))
@@ -266,7 +266,7 @@ def warm_up(run):
         tokens = torch.tensor([ids + [0] * (len(batch[-1][0]) - len(ids)) for ids, _ in batch], device=run.device)
         places = [(i, t) for i, (ids, start) in enumerate(batch) for t in range(start, len(ids))]
         row, column = torch.tensor(places, device=run.device).T                                         # (N,) each
-        optimizer.param_groups[0]["lr"] = WARMUP_LR * min((step + 1) / 50, 1 - step / task.warmup_steps)
+        optimizer.param_groups[0]["lr"] = WARMUP_LR[c.size] * min((step + 1) / 50, 1 - step / task.warmup_steps)
         with run.autocast:
             logits = token_logits(model, tokens, row, column)                                           # (N, V)
         F.cross_entropy(logits, tokens[row, column]).backward()
