@@ -451,8 +451,8 @@ def first_batch(run):
                                     float(-rollout.logprobs[mask].mean())] for choice, mask in kept.items()}
 
 
-def why(flags, seeds=range(5, 8)):
-    """What each score would keep of the policies that runs of three seeds a domain start from; or with flags of train.py
+def why(flags, seeds=(5, 6)):
+    """What each score would keep of the policies that runs of two seeds a domain start from; or with flags of train.py
     of the policy that such a run starts from, a pretrained one with --model."""
     configs = [train.parse(flags)] if flags else [train.Config(domain=domain, seed=(seed,), prompts=32)
                                                   for domain in train.DOMAINS for seed in seeds]
