@@ -46,8 +46,8 @@ if ANY_X86.items() <= os.environ.items() and CPU == "AVX2":
 train.WARMUP_FOLDER = Path("out", f"warmup-study-{CPU.replace(' ', '-')}")     # train.py's own has other threads
 COMMON = {"steps": 60, "prompts": 16, "group_size": 8, "lr": 3e-4, "clip_grad": 0.0, "eval_every": 60,
           "eval_samples": 16, "eval_problems": 512}
-HEADLINE = ("From 20% of the tokens every score learns about as much as from all; from fewer, entropy fails first and GMTS\n"
-            "next; the exact score, omega times the norm over the logits, loses little even from 2%")
+HEADLINE = ("From 20% of the tokens every score learns about as much as from all; from 5%, entropy learns next to nothing\n"
+            "and GMTS less; the exact score, omega times the norm over the logits, loses little even from 2%")
 ARMS = ("all", "random", "entropy", "gmts", "exact")
 FIELDS = ("part arm domain size loss keep scope lr seed status start_greedy start_avg final_greedy final_avg "
           "final_pass mean_reward steps_to_half last_reward grad_norm_median grad_norm_max entropy_final "
