@@ -179,7 +179,7 @@ def run_one(part, arm, flags):
         config = train.Config(**flags, out=f"{folder}/run")
         row |= {name: getattr(config, name) for name in ("domain", "size", "loss", "keep", "scope", "lr")}
         row["seed"] = config.seed[0]
-        if part == "base 3e-3":     # the first runs of base: a warm-up at the rate of the others left it unable to learn
+        if part == "base 3e-3":     # its first runs: a warm-up at the rate of the others left it unable to learn
             train.WARMUP_LR = train.WARMUP_LR | {"base": 3e-3}
         if part == "random reward":
             random_rewards(config.seed[0])
@@ -348,8 +348,8 @@ def overview(table):
                          + f" | {max(map(len, differences))} |")
     lines += ["", "| setting | domain | all | " + " | ".join(shown) + " | seeds |", "|---" * 8 + "|"]
     for (part, size, _, lr, keep, scope), arms in found.items():
-        what = {"lr": f"learning rate {lr}", "small": "1M parameters", "base": "5M parameters", "base 3e-3": "5M, warmed up at 3e-3",
-                "scope": f"of each {scope}", "bottom": "the lowest", "small groups": "32 groups of 4",
+        what = {"lr": f"learning rate {lr}", "small": "1M parameters", "base": "5M parameters", "scope": f"of each {scope}",
+                "base 3e-3": "5M, warmed up at 3e-3", "bottom": "the lowest", "small groups": "32 groups of 4",
                 "random reward": "a coin for a reward"}
         for domain in train.DOMAINS if part not in ("main", "keep") else ():
             places = [{at for at in runs if at[0] == domain and at in arms["all"]
@@ -400,30 +400,30 @@ def report():
 
 
 def draw(table):
-    """assets/study.png: accuracy against the share of tokens kept, one line per selection, one dot per run."""
+    """assets/study.png: the difference to all tokens against the share kept, a line per score, a dot per pair of runs."""
     from assets.pictures import COLOURS, picture, plt
     if not plt:
         return print("\nno figure: pip install matplotlib")
-    rows = [r for r in table if r["part"] in ("main", "keep")]
-    colours, marks = COLOURS | {"norm": "#CC79A7", "omega": "#56B4E9"}, dict(zip(("gmts", "entropy", "exact"), "^so"))
-    domains = [d for d in train.DOMAINS if any(r["domain"] == d for r in rows)]
-    figure, panels = plt.subplots(1, len(domains), figsize=(3.6 * len(domains) + 1, 4.4), sharey=True, squeeze=False)
-    for axes, domain in zip(panels[0], domains):
-        here = [r for r in rows if r["domain"] == domain]
+    arms = {float(name[4]): arms for name, arms in settings(table).items()
+            if name[0] in ("main", "keep") and name[1:4] == ("tiny", "grpo", "0.0003")}
+    keeps, marks = sorted(arms), dict(zip(("gmts", "entropy", "exact"), "^so"))
+    figure, panels = plt.subplots(1, len(train.DOMAINS), figsize=(11.8, 4.4), sharey=True)
+    for axes, domain in zip(panels, train.DOMAINS):
         for i, arm in enumerate(("exact", "gmts", "entropy", "random")):
-            runs = [(float(r["keep"]), float(r["final_avg"])) for r in here if r["arm"] == arm]
-            runs += [(1.0, float(r["final_avg"])) for r in here if r["arm"] == "all"]
-            keeps = sorted({keep for keep, _ in runs})
-            axes.plot(keeps, [np.mean([y for x, y in runs if x == keep]) for keep in keeps], color=colours[arm], lw=2,
+            points = {keep: gaps(arms[keep].get(arm, {}), arms[keep]["all"], domain) for keep in keeps}
+            points = {keep: values for keep, values in points.items() if values}
+            axes.plot([*points, 1.0], [*map(np.mean, points.values()), 0.0], color=COLOURS[arm], lw=2,
                       marker=marks.get(arm, "D"), ms=6, label=arm)
-            axes.plot([x * 1.06 ** (i - 1.5) for x, _ in runs if x < 1], [y for x, y in runs if x < 1], ".",
-                      color=colours[arm], ms=5, alpha=0.6)
-        axes.axhline(np.mean([float(r["start_avg"]) for r in here]), color="black", lw=1, ls="--", label="before")
-        axes.set(xscale="log", xlabel="share of tokens kept", title=domain, ylim=(0, None))
-        axes.set_xticks(keeps, [f"{keep:g}" for keep in keeps])
+            axes.plot([keep * 1.06 ** (i - 1.5) for keep, values in points.items() for _ in values],
+                      [y for values in points.values() for y in values], ".", color=COLOURS[arm], ms=5, alpha=0.6)
+        everything = [r for r in table if (r["part"], r["arm"], r["domain"]) == ("main", "all", domain)]
+        before = [100 * (float(r["start_avg"]) - float(r["final_avg"])) for r in everything]
+        axes.axhline(np.mean(before or [math.nan]), color="black", lw=1, ls="--", label="before training")
+        axes.set(xscale="log", xlabel="share of tokens kept", title=domain)
+        axes.set_xticks([*keeps, 1.0], [f"{keep:g}" for keep in (*keeps, 1.0)])
         axes.minorticks_off()
-    panels[0, 0].set_ylabel("held-out accuracy at temperature 1 (avg@16)")
-    panels[0, -1].legend(loc="lower right", fontsize=10)
+    panels[0].set_ylabel("points of avg@16 against all tokens, same seed")
+    panels[-1].legend(loc="lower right", fontsize=10)
     picture(TABLE.with_suffix(".png"), figure, HEADLINE)
 
 
