@@ -181,7 +181,7 @@ def extract_answer(text):
     return re.split(line_end, inside.strip(), maxsplit=1)[0].strip() or None
 
 
-_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # with braces in it, too
+_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # which may hold one more pair each
 _DRESS = [(re.compile(pattern), plain) for pattern, plain in (
     (r"[\u2212\u2013]", "-"),  # the Unicode minus, and the dash often typed for it
     (rf"\\[dtc]?frac\s*(?:{_BRACED}|([0-9]))\s*(?:{_BRACED}|([0-9]))", r" {\1\2}/{\3\4} "),
@@ -198,7 +198,7 @@ _PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[
 _WORD, _REMARK = r"[a-z\u00df-\u00f6]+", r"(?:[a-z\u00df-\u00f6\s%\u00b0.,;!'()/-]|(?<=[ckm]m|ft|in)\^[23])*"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:([0-9]+)\s+(?=[0-9]+\s*/))?({_PLAIN})(?:\s*/\s*({_PLAIN}))?({_REMARK})")
 _JOINED_UNITS = set("c f cm mm m km kg g mg l ml ft in lb lbs oz s h hr min mph".split())  # 5kg, but 5k is 5,000
-# Words that make a number another one, or an answer one of several; so does any lone letter that is no unit
+# Words that make a number another one (quarters may be coins) or an answer one of several, or a letter that is no unit
 _HEDGES = set("""or and to not nor no yes true false but vs either neither between maybe minus plus times over than half
     pi squared cubed factorial negative bn mil dozen hundred thousand million billion trillion zero one two three four
     five six seven eight nine ten eleven twelve tens dozens hundreds thousands millions billions trillions halves third

@@ -108,6 +108,12 @@ def plan():
     add("base", few[1:4], ("math",), (0,), size="base", keep=0.05)
     for seed in range(5, 8):
         add("small", ARMS, ("code", "logic"), (seed,), size="small")
+    for lr in (6e-4, 1e-4, 1e-3):
+        add("lr", ARMS, ("math",) if lr == 6e-4 else train.DOMAINS, (5, 6), lr=lr)
+    add("small groups", ARMS, ("code", "logic"), (5, 6), prompts=32, group_size=4)
+    add("main", ("norm", "omega"), train.DOMAINS, (5, 6))
+    for keep in (0.02, 0.1, 0.5):
+        add("keep", ("norm", "omega"), train.DOMAINS, (5, 6), keep=keep)
     seen = set()
     return [run for run in runs if (name := repr(run)) not in seen and not seen.add(name)]
 
@@ -221,8 +227,11 @@ def read_table():
 
 def workers(jobs, any_x86):
     """Processes to run runs in, a fresh one for each, so that nothing of one (a patched reward) reaches the next."""
-    for name, value in ANY_X86.items():
-        os.environ.update({name: value}) if any_x86 else os.environ.pop(name, None)
+    if any_x86:
+        os.environ.update(ANY_X86)
+    else:
+        for name in ANY_X86:
+            os.environ.pop(name, None)
     return ProcessPoolExecutor(jobs, max_tasks_per_child=1, mp_context=torch.multiprocessing.get_context("spawn"))
 
 
@@ -316,10 +325,15 @@ def settings(table):
             for name, arms in found.items()}
 
 
+def pairs(arm, other):
+    """The (domain, seed) where both arms have a run from the same policy."""
+    return {at for at in arm.keys() & other.keys() if arm[at]["start_avg"] == other[at]["start_avg"]}
+
+
 def gaps(arm, other, domain=None):
     """Paired differences of avg@16, in points: one per seed of a domain, or the mean over the domains that both arms
-    have, for the seeds that have them all.  Only runs that start from the same policy are a pair."""
-    common = sorted(at for at in arm.keys() & other.keys() if arm[at]["start_avg"] == other[at]["start_avg"])
+    have, for the seeds that have them all."""
+    common = sorted(pairs(arm, other))
     domains = {d for d, _ in common} if domain is None else {domain}
     seeds = [s for s in sorted({s for _, s in common}) if all((d, s) in common for d in domains)]
     return [100 * float(np.mean([float(arm[d, s]["final_avg"]) - float(other[d, s]["final_avg"]) for d in domains]))
@@ -352,12 +366,11 @@ def overview(table):
                 "base 3e-3": "5M, warmed up at 3e-3", "bottom": "the lowest", "small groups": "32 groups of 4",
                 "random reward": "a coin for a reward"}
         for domain in train.DOMAINS if part not in ("main", "keep") else ():
-            places = [{at for at in runs if at[0] == domain and at in arms["all"]
-                       and runs[at]["start_avg"] == arms["all"][at]["start_avg"]} for runs in arms.values()]
-            common = set.intersection(*filter(None, places)) if any(places[1:]) else ()
-            means = [f"{np.mean([float(arms[arm][at]['final_avg']) for at in common]):.3f}"[1:]
-                     if common and arms.get(arm, {}).keys() >= common else "" for arm in ("all", *shown)]
-            if common:
+            here = {arm: {at for at in pairs(runs, arms["all"]) if at[0] == domain} for arm, runs in arms.items()}
+            here = {arm: places for arm, places in here.items() if places}
+            if len(here) > 1 and (common := set.intersection(*here.values())):
+                means = [f"{np.mean([float(arms[arm][at]['final_avg']) for at in common]):.3f}"[1:] if arm in here else ""
+                         for arm in ("all", *shown)]
                 lines.append(f"| {float(keep):.0%}, {what.get(part, part)} | {domain} | " + " | ".join(means)
                              + f" | {len(common)} |")
     return lines

@@ -34,7 +34,7 @@ def row(arm, seed, avg, domain="math", **other):
 
 def test_plan_names_every_run_once_with_flags_that_train_accepts(study, monkeypatch):
     keys = [study.key(part, arm, study.flags_of(arm, flags)) for part, arm, flags in study.plan()]
-    assert len(set(keys)) == len(keys) > 500
+    assert len(set(keys)) == len(keys) > 700
     for part, arm, flags in study.plan():
         if arm in train.SELECTIONS:
             train.Config(**study.flags_of(arm, flags))
@@ -209,6 +209,9 @@ def test_the_readme_has_the_tables_of_the_study(study):
     lines = study.overview(study.read_table())
     assert sum(line.startswith("| ") for line in lines) > 15
     assert not [line for line in lines if line not in readme]
+    runs, below = len(study.read_table()), sum(r["status"] != "ok" for r in study.read_table())
+    counts = f"has {len(study.plan())} runs, of which {runs} are done, {below} of them ending below their start"
+    assert counts in " ".join(readme.split())
 
 
 def test_the_overview_compares_the_seeds_that_all_arms_have(study):
